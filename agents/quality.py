@@ -97,11 +97,11 @@ def quality(task: TaskSpec, episodes: int = 10, generations: int = 20) -> dict[s
     best_rules = played[max((n for n in observing if not AGENTS[n].stored), key=lambda name: chosen_by[name])]
 
     start = best_constant.results.actions[0, 0]
-    timetable, _ = TimetableSearch(task, TIMETABLE_SEEDS, TIMETABLES).best(start, generations)
+    timetable, _ = TimetableSearch(task, TIMETABLE_SEEDS, TIMETABLES).best(start[None, None], generations)
     blind = play("timetable", Timetables(np.tile(timetable, (episodes, 1, 1))))
     best = max(best_constant, best_observing, blind, key=lambda each: each.mean)
     ceiling = [
-        TimetableSearch(task, [seed], CLAIRVOYANT).best(best.results.actions[:, row], generations)[1]
+        TimetableSearch(task, [seed], CLAIRVOYANT).best(best.results.actions[None, :, row], generations)[1]
         for row, seed in enumerate(seeds[:CEILING_SEEDS])
     ]
     known = float(best.scores[:CEILING_SEEDS].mean())

@@ -390,6 +390,7 @@ SCORE_ROWS = {
     "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
     "vllm_defaults": "vLLM's defaults on an A100 (`max_num_seqs` 256, 90% of the memory)",
     "best_static": "best constant",
+    "timetable": "best timetable (by the clock, observes nothing)",
     "heuristic": "a rule: capacity planning (`heuristic`)",
     "hpa": "a rule: Kubernetes' autoscaler (`hpa`, tuned)",
     "ppo": "PPO, from scratch (one training run)",
@@ -399,9 +400,10 @@ SCORE_ROWS = {
 
 def scores() -> str:
     """Mean held-out scores with their intervals: `autoscale-mix`, then tasks 3 to 1."""
-    from benchmarks.policies.tasks import cell
+    from benchmarks.policies.tasks import cell, timetables
     from inferencegym.tasks import get_task
 
+    blind = timetables()
     learned = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
     quality_of = {str(report["task"]): report for report in quality_reports()}
     columns = {}
@@ -410,11 +412,11 @@ def scores() -> str:
             scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
             scored["random"] = quality_of["autoscale-mix"]["adversarial_floor"]["random"]["score"]
             scored["vllm_defaults"] = quality_of["autoscale-mix"]["gameability"]["vllm_defaults"]["score"]
-            columns["`autoscale-mix`"] = scored
+            columns["`autoscale-mix`"] = scored | {"timetable": blind["autoscale-mix"]}
     for task in reversed(json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]):
         name = str(task["task"])
         scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
-        scored |= {"ppo": learned[name]["table"]["shipped"]["score"]}
+        scored |= {"ppo": learned[name]["table"]["shipped"]["score"], "timetable": blind[name]}
         refusing = ": refusing pays" if quality_of[name]["gameability"]["refusing_pays"] else ""
         columns[get_task(name).heading.replace(")", f"{refusing})")] = scored
     lines = [f"| agent | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]

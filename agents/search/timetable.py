@@ -41,7 +41,7 @@ class Timetables:
 
 
 class TimetableSearch:
-    """Evolution of timetables from a first one, by their mean score on some seeds.
+    """Evolution of timetables from some first ones, by their mean score on some seeds.
 
     A generation keeps the best :data:`PARENTS` and makes ``children`` of them: each takes a stretch of another parent,
     or has one knob set to another level for a stretch.
@@ -55,9 +55,9 @@ class TimetableSearch:
         self._knobs = [*live, *range(len(ACTION_FIELDS), len(levels))]
         self._levels = levels
 
-    def best(self, start: FloatArray, generations: int) -> tuple[FloatArray, float]:
-        """The best timetable (T, k) found from a constant action (k,) or another one, and its mean score."""
-        parents = np.broadcast_to(start, (1, self.task.episode_length, start.shape[-1])).copy()
+    def best(self, starts: FloatArray, generations: int) -> tuple[FloatArray, float]:
+        """The best timetable (T, k) found from timetables (N, T, k) or constant actions (N, 1, k), and its score."""
+        parents = np.broadcast_to(starts, (len(starts), self.task.episode_length, starts.shape[-1])).copy()
         scores = self._scores(parents)
         for _ in range(generations):
             children = np.stack([self._child(parents) for _ in range(self._children)])

@@ -1,9 +1,10 @@
 """What feedback is worth on a task: the best constant, the best timetable, policies, and timetables with foresight.
 
-    python -m benchmarks.policies.ceilings --task 3 --task autoscale-mix
+    python -m benchmarks.policies.ceilings --task 3 --task autoscale-mix      other tasks keep their results
 
 The timetable sets actions by the clock and observes nothing. It is searched on the training seeds, as the constant and
-the searched policy are. A timetable with foresight is searched on the very episode that it plays, on a few of the
+the searched policy are, from what the policies do there: from the median of their actions in every second. A timetable
+with foresight is searched on the very episode that it plays, from all that the policies did in it, on a few of the
 held-out seeds: a lower bound of what perfect foresight gives, called ceiling in the results. All others are means over
 30 held-out seeds, with 95 % intervals of the differences from the constant, paired by seed, and over those few.
 """
@@ -21,7 +22,6 @@ import numpy as np
 from agents.episodes import run_episodes
 from agents.evaluate import interval, paired
 from agents.policies.ppo import has_shipped_policy
-from agents.protocol import FloatArray
 from agents.registry import make_agent
 from agents.search.timetable import Timetables, TimetableSearch
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
@@ -44,21 +44,21 @@ def agents_of(task: TaskSpec) -> dict[str, str]:
 
 def on_task(task: TaskSpec, generations: int, n_clairvoyant: int) -> dict[str, Any]:
     """Scores on a task; the ceiling is that of the first held-out seeds."""
-    constant = make_agent("best_static", task)
-    played = run_episodes(task, constant, HELD_OUT_SEEDS)
-    start, base = played.actions[0, 0], played.scores()
-    timetable, trained = TimetableSearch(task, TRAINING_SEEDS, CHILDREN).best(start, generations)
+    agents = {"best constant": "best_static", **agents_of(task)}
+    taught = [run_episodes(task, make_agent(name, task), TRAINING_SEEDS).actions for name in agents.values()]
+    medians = np.median(taught, axis=2)  # (agents, T, k)
+    timetable, trained = TimetableSearch(task, TRAINING_SEEDS, CHILDREN).best(medians, generations)
+    played = {label: run_episodes(task, make_agent(name, task), HELD_OUT_SEEDS) for label, name in agents.items()}
     rows = np.tile(timetable, (len(HELD_OUT_SEEDS), 1, 1))
-    scores: dict[str, FloatArray] = {
-        "best constant": base,
-        "best timetable": run_episodes(task, Timetables(rows), HELD_OUT_SEEDS).scores(),
-        **{
-            label: run_episodes(task, make_agent(name, task), HELD_OUT_SEEDS).scores()
-            for label, name in agents_of(task).items()
-        },
-    }
-    seen = HELD_OUT_SEEDS[:n_clairvoyant]
-    ceilings = [TimetableSearch(task, [seed], CLAIRVOYANT_CHILDREN).best(start, generations)[1] for seed in seen]
+    played["best timetable"] = run_episodes(task, Timetables(rows), HELD_OUT_SEEDS)
+    scores = {label: results.scores() for label, results in played.items()}
+    base = scores["best constant"]
+    ceilings = [
+        TimetableSearch(task, [seed], CLAIRVOYANT_CHILDREN).best(
+            np.stack([results.actions[:, i] for results in played.values()]), generations
+        )[1]
+        for i, seed in enumerate(HELD_OUT_SEEDS[:n_clairvoyant])
+    ]
     found = {
         "task": str(task.task_id),
         "generations": generations,
@@ -108,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "ceilings.json")
     options = parser.parse_args(arguments)
     tasks = [get_task(task) for task in options.task or TASKS]
-    found = [on_task(task, options.generations, options.clairvoyant) for task in tasks]
+    stored = {each["task"]: each for each in json.loads(options.out.read_text())} if options.out.exists() else {}
+    stored |= {str(task.task_id): on_task(task, options.generations, options.clairvoyant) for task in tasks}
+    found = [stored[task_id] for task_id in sorted(stored)]
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     head = "<!-- written by benchmarks/policies/ceilings.py; do not edit -->\n\n"
     options.out.with_suffix(".md").write_text(head + "\n".join(map(table, found)), encoding="utf-8")

@@ -21,6 +21,7 @@ from agents.registry import make_agent
 from agents.search.timetable import Timetables, TimetableSearch
 from agents.seeds import CONFIRMATION_SEEDS
 from benchmarks.policies.autoscalers import markdown
+from benchmarks.policies.tasks import timetables
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import FLEET_FIELDS, OBSERVATION_FIELDS, SCALING_FIELDS
 from inferencegym.spaces.forecast import forecast_rps
@@ -195,11 +196,25 @@ def test_on_a_drawn_load_every_autoscaler_is_far_above_the_best_constant() -> No
         assert paired(found.scores, constant.scores).low > 0.05, name
 
 
+def test_on_a_drawn_mix_the_order_of_the_agents_does_not_depend_on_the_seeds() -> None:
+    order = ("best_adaptive", "hpa", "planner", "best_static")
+    scores = np.array([evaluate(name, get_task("fleet-mix"), range(10_000, 10_300)).scores for name in order])
+    for half in (scores[:, :150], scores[:, 150:], scores[:, ::2], scores[:, 1::2]):
+        assert (np.diff(half.mean(axis=1)) < -0.02).all()
+
+
+@pytest.mark.parametrize("task_id", ["autoscale-mix", "fleet-mix"])
+def test_on_a_drawn_load_the_best_timetable_is_far_below_the_searched_policy(task_id: str) -> None:
+    searched = held_out("best_adaptive", task_id).scores.mean()
+    assert timetables()[task_id]["mean"] < searched - 0.1
+
+
 def test_a_timetable_is_searched_on_its_seeds_and_plays_what_was_found() -> None:
     task = replace(get_task("autoscale-mix"), episode_length=60)
     start = np.array([0.9, 1.0, 256.0, 0.0, 1.0, 8.0])
-    timetable, score = TimetableSearch(task, [3, 4], children=16, seed=1).best(start, generations=6)
-    again, _ = TimetableSearch(task, [3, 4], children=16, seed=1).best(start, generations=6)
+    starts = np.tile([[0.9, 1.0, 256.0, 0.0, 1.0, 1.0], start], (60, 1, 1)).swapaxes(0, 1)
+    timetable, score = TimetableSearch(task, [3, 4], children=16, seed=1).best(starts, generations=6)
+    again, _ = TimetableSearch(task, [3, 4], children=16, seed=1).best(starts[:, :1], generations=6)
     np.testing.assert_array_equal(timetable, again)
     assert timetable.shape == (60, 6)
     played = run_episodes(task, Timetables(np.stack([timetable, timetable])), [3, 4])
