@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     load_own_agents([args.agent])
     task = get_task(args.task)
     engine = engine_at(args.backend, args.engine, args.control_file)
-    tables = chosen_tables(args) if args.table or args.hardware else None
+    tables = chosen_tables(args) if args.table or args.hardware or args.model else None
     adviser = Adviser(engine, task, make_agent(args.agent, task), tables, args.replicas)
     with ExitStack() as stack:
         stack.enter_context(_stops())

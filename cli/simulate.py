@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -171,15 +172,14 @@ def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
     from simulator.whatif import steady_requests
 
     tables = chosen_tables(args)
-    action = ServeAction.from_dict(
-        {
-            "kv_budget": args.kv_budget,
-            "spec_length": args.spec_length,
-            "batch_size": args.batch_size,
-            "prefill_disagg": args.disagg or args.prefill_replicas is not None,
-            "quant_tier": 0 if args.quant is None else tables.tier_index(args.quant),
-        }
-    )
+    knobs = {
+        "kv_budget": args.kv_budget,
+        "spec_length": args.spec_length,
+        "prefill_disagg": args.disagg or args.prefill_replicas is not None,
+        "quant_tier": 0 if args.quant is None else tables.tier_index(args.quant),
+    }
+    # The knob ends where the fluid model's tables do, a played batch need not.
+    action = replace(ServeAction.from_dict(knobs), batch_size=args.batch_size)
 
     def requests_at(qps: float | None) -> RequestLog:
         if log is not None:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 def add_table_arguments(parser: Any) -> None:
     """Add the alternatives ``--hardware`` and ``--table`` to a parser or a group of its options."""
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--hardware", help="table of the catalogue, see `inferencegym hardware` (default a100-40gb)")
+    chosen.add_argument("--hardware", help="table of the catalogue, or with --model a card (default a100-40gb)")
     chosen.add_argument("--table", type=Path, help="file of your own table, written by measure or import-bench")
+    parser.add_argument("--model", help="with --hardware: the model, such as llama-3.1-8b, if a card is named")
 
 
 def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,11 @@ def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_tables(args: argparse.Namespace) -> ServingTables:
-    """The table that was chosen, or the default."""
-    from simulator.hardware.catalogue import table_path
+    """The table that was chosen, or the default. Raises InvalidConfigError if several are."""
+    from inferencegym.errors import InvalidConfigError
+    from simulator.hardware.catalogue import table_named, table_path
     from simulator.hardware.tables import load_tables
 
-    return load_tables(table_path(args.hardware) if args.hardware else args.table)
+    if args.model and not args.hardware:
+        raise InvalidConfigError("--model goes with --hardware, which names the card: give both", "model")
+    return load_tables(table_path(table_named(args.hardware, args.model)) if args.hardware else args.table)

@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 
 from env.dynamics import memory_gb
-from inferencegym.errors import InvalidConfigError
-from inferencegym.models import ROUTERS, Router, ServeAction
+from inferencegym.errors import InvalidActionError, InvalidConfigError
+from inferencegym.models import NAIVE_ACTION, ROUTERS, Router, ServeAction
 from inferencegym.spaces.actions import to_row
-from ops.capacity import gap_statistics, levels_of
+from ops.capacity import gap_statistics, levels_of, most_running
 from simulator.events.episode import Knobs, ReferenceEpisode
 from simulator.hardware import catalogue
 from simulator.hardware.tables import FloatArray, ServingTables
@@ -44,7 +44,8 @@ class PlayedLoad:
 
     Where the action prefills on separate GPUs, all replicas share ``prefill_replicas``; without it, each has one. With
     ``clients`` N > 0, arrivals are ignored: N clients start at once, and each sends the next request when its last one
-    is answered. Requests that no engine takes, because of its context or KV pool, are refused. Raises
+    is answered. Requests that no engine takes, because of its context or KV pool, are refused. The batch size may be
+    as large as a plan's (:func:`ops.capacity.most_running`). Raises
     :class:`InvalidConfigError` if the load is not served within :data:`MAX_DRAIN_S` after its last arrival.
     """
 
@@ -59,7 +60,9 @@ class PlayedLoad:
         clients: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        action.validate()
+        if not 1 <= action.batch_size <= most_running(tables):
+            raise InvalidActionError("batch_size", action.batch_size, f"an integer from 1 to {most_running(tables)}")
+        replace(action, batch_size=NAIVE_ACTION.batch_size).validate()
         tables.refuse_tier(action.quant_tier.value)
         check_router(router, requests)
         if clients:

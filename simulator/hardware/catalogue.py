@@ -84,9 +84,7 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
                 "`inferencegym hardware`",
                 "hardware",
             )
-    wanted = [
-        n for n in index if hardware is None or {n, index[n]["card"], short_name(index[n]["card"])} & set(hardware)
-    ]
+    wanted = list(index) if hardware is None else _tables_of(hardware)
     there = dict.fromkeys(m for m in models() if any(_same_model(m, index[n]["model"]) for n in wanted))
     if model is None:
         if len(there) > 1:
@@ -100,6 +98,29 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
             "model",
         )
     return found
+
+
+def table_named(hardware: str, model: str | None = None) -> str:
+    """Name of the only table that :func:`tables_named` would select; without ``model``, of any model.
+
+    Raises :class:`InvalidConfigError` listing the tables if there are several, or the choices if there is none.
+    """
+    if hardware not in hardware_names():
+        table_entry(hardware)  # raises
+    found = _tables_of([hardware]) if model is None else tables_named([hardware], model)
+    if hardware in found:
+        return hardware
+    if len(found) > 1:
+        raise InvalidConfigError(
+            f"hardware={short_repr(hardware)} has several tables: choose one of {', '.join(found)}", "hardware"
+        )
+    return found[0]
+
+
+def _tables_of(hardware: Sequence[str]) -> list[str]:
+    """Names of the tables with one of these names, their own or their card's."""
+    cards = {name: str(entry["card"]) for name, entry in table_index().items()}
+    return [name for name, card in cards.items() if {name, card, short_name(card)} & set(hardware)]
 
 
 def _same_model(asked: str, known: str) -> bool:

@@ -17,7 +17,7 @@ from ops.capacity import log_task, on_replicas, play_constant
 from ops.objectives import margin, parse_objective
 from ops.played import PlayedLoad
 from ops.report import plain
-from simulator.hardware.catalogue import table_path
+from simulator.hardware.catalogue import table_named, table_path
 from simulator.hardware.sources import operators_of
 from simulator.hardware.tables import load_tables
 from simulator.whatif import steady_requests
@@ -222,3 +222,34 @@ def test_one_replica_gives_the_same_figures_under_every_router(tmp_path: Path, c
     log.write_text(SESSIONS)
     one, *others = (said(capsys, "--trace", str(log), "--router", router, "--json") for router in ROUTERS)
     assert others == [one] * 3
+
+
+def test_a_plans_batch_of_1024_is_played_as_the_plan_does(capsys: Capture) -> None:
+    tables = load_tables(table_path("h100-llama-3.1-8b"))
+    log = steady_requests(400.0, 2_000, 32.0, 200.0, 0.0)
+    large, small = (ServeAction(0.9, 0, batch, False, QuantTier.FP16) for batch in (1024, 512))
+    played = PlayedLoad(large, log, tables, "shared").figures()
+    planned = play_constant(large, on_replicas(log_task(log, tables), 1), tables).figures
+    assert played["ttft_p99_ms"] == pytest.approx(planned["ttft_p99_ms"])
+    assert played["ttft_p99_ms"] < PlayedLoad(small, log, tables, "shared").figures()["ttft_p99_ms"]
+    load = ["--hardware", "h100-llama-3.1-8b", "--kv-budget", "0.9", "--batch-size", "1024", "--qps", "400"]
+    load += ["--requests", "2000", "--prompt-tokens", "32", "--output-tokens", "200", "--output-cv", "0", "--json"]
+    assert json.loads(said(capsys, *load))["ttft_p99_ms"] == pytest.approx(played["ttft_p99_ms"])
+    for hardware, most in (("h100-llama-3.1-8b", 1024), ("a100-40gb", 512)):
+        assert main(["simulate", "--hardware", hardware, "--batch-size", str(most + 1)]) == 2
+        assert f"an integer from 1 to {most}" in capsys.readouterr().err
+
+
+def test_a_card_and_a_model_stand_for_their_only_table(capsys: Capture) -> None:
+    assert table_named("h100", "meta-llama/Llama-3.1-8B-Instruct") == "h100-llama-3.1-8b"
+    assert table_named("a100-40gb") == "a100-40gb"
+    load = ["--qps", "2", "--requests", "5", "--json"]
+    by_card = said(capsys, "--hardware", "h100", "--model", "llama-3.1-8b", *load)
+    assert by_card == said(capsys, "--hardware", "h100-llama-3.1-8b", *load) != said(capsys, *load)
+    for command in (["simulate"], ["shadow", "--trace", "log.csv"]):
+        assert main([*command, "--hardware", "a100", "--model", "llama-3.1-8b"]) == 2
+        assert "hardware='a100' has several tables: choose one of a100-40gb, a100-80gb" in capsys.readouterr().err
+        assert main([*command, "--hardware", "l40s"]) == 2
+        assert "choose one of l40s-llama-3.1-8b, l40s-gpt-oss-20b" in capsys.readouterr().err
+        assert main([*command, "--model", "llama-3.1-8b"]) == 2
+        assert "--model goes with --hardware" in capsys.readouterr().err
