@@ -51,7 +51,7 @@ from ops.played import check_router
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
-from simulator.hardware.sources import reported_gb
+from simulator.hardware.sources import engine_of, reported_gb
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 from simulator.workload import load_source
@@ -110,7 +110,8 @@ class Plan:
     an engine refuses, are not in time. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica
     has ``tensor_parallel`` GPUs, and so has each of ``prefill_replicas``, which only prefill (0: replicas prefill
     themselves). ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during
-    which the GPUs are held. Costs are None without prices.
+    which the GPUs are held. Costs are None without prices. ``server_busy`` is the share of the played time in
+    which a replica's API server sends output tokens.
     """
 
     hardware: str
@@ -137,6 +138,7 @@ class Plan:
     cost_per_million_tokens: float | None
     support: dict[str, float]
     memory_gb: float
+    server_busy: float
 
     @property
     def is_uneven(self) -> bool:
@@ -382,6 +384,7 @@ class _Card:
         self._card = str(tables.meta["hardware"])
         self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
         self._cards_each = tables.cards_per_replica
+        self._token_ms = engine_of(tables.meta).token_ms
         self._most = MAX_GPUS // self._cards_each
         self._tiers = [i for i, tier in enumerate(tables.tiers) if precisions is None or tier in precisions]
         self._known: dict[int, list[Plan]] = {}
@@ -612,6 +615,7 @@ class _Card:
             cost_per_million_tokens=None if price is None else gpu_hours * price,
             support=outcome.support,
             memory_gb=outcome.peak_memory_gb,
+            server_busy=outcome.tokens_per_s / outcome.n_replicas * self._token_ms / 1e3,
         )
 
     def _judged(self, outcome: PolicyOutcome, factors: Mapping[str, float]) -> tuple[float, float]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 TEMPLATE: Final = Path(__file__).with_name("data") / "report.html"
 COLOURS: Final = ("#5b6472", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Colours that colour-blind readers can tell apart (Okabe and Ito)."""
+SERVER_BOUND: Final = 0.8
+"""Share of its time above which a replica's API server is said to bound it."""
 _INK: Final = "#1c2330"
 
 
@@ -213,6 +215,11 @@ def notes(report: PlanReport) -> list[str]:
         found.append(
             f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts: plan with two "
             "(--replicas-min 2)."
+        )
+    if bound := [f"{p.hardware} {p.server_busy:.0%}" for p in report.plans if p.server_busy > SERVER_BOUND]:
+        found.append(
+            f"The API server, not the GPU, bounds a replica: sending tokens takes {', '.join(bound)} of its time. "
+            "Its time per token was fitted to one machine; several server processes may need fewer GPUs."
         )
     if report.router != "shared":
         found.append(f"Each replica has a queue of its own; requests are routed {report.router}.")

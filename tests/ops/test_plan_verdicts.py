@@ -238,6 +238,19 @@ def test_where_512_requests_at_a_time_are_too_few_a_plan_goes_to_1024_and_says_t
     assert max(action_of(each).batch_size for each in others.tried) <= 512
 
 
+def test_a_plan_whose_api_servers_are_the_bottleneck_says_so() -> None:
+    """25 requests/s of 600 tokens on a replica are 15,000 tokens/s, of .06 ms each: 90% of the server's time."""
+    arrival, n = np.arange(2500) / 25.0, 2500
+    log = RequestLog(arrival, np.full(n, 32.0), np.full(n, 600.0), np.zeros(n, dtype=np.int64))
+    found = make_plan(log, [parse_objective("ttft_p99=5000")], registered_tables(["h200-llama-3.1-8b"]), policies=())
+    (plan,) = found.plans
+    assert plan.n_replicas == 1
+    assert plan.server_busy == pytest.approx(0.9, rel=0.02)
+    assert any("The API server, not the GPU, bounds" in note for note in notes(found))
+    calm = replace(found, plans=[replace(plan, server_busy=0.5)])
+    assert not any("The API server" in note for note in notes(calm))
+
+
 def test_no_setting_meets_the_objectives_on_fewer_gpus_than_the_plan_has() -> None:
     """Short prompts and long answers keep batches full: the fluid model ranks a batch first that is too small."""
     rng = np.random.default_rng(0)
