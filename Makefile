@@ -145,8 +145,9 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
-# Dead code, duplicated code, spelling, the Dockerfile.
+# Marks of a merge, dead code, duplicated code, spelling, the Dockerfile.
 tidy: $(STAMPS)/dev
+	@! git grep -nE '^(<<<<<<<|>>>>>>>) '
 	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo 'No hadolint for this platform'; fi
 	$(BIN)/vulture
 	$(BIN)/pylint $(PACKAGES) scripts benchmarks

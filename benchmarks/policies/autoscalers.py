@@ -3,8 +3,6 @@
     python -m benchmarks.policies.autoscalers                    writes results/autoscalers.json, .md and a figure
     python -m benchmarks.policies.autoscalers --reference 30     plays more episodes in the discrete-event reference
     python -m benchmarks.policies.autoscalers --task fleet-mix   plays this task, and keeps the other results
-    inferencegym train --task autoscale --from-scratch --steps 1200000 --out runs/autoscale
-    python -m benchmarks.policies.autoscalers --ppo runs/autoscale/policy.npz
 
 Every agent plays the same 30 held-out seeds; differences from the best constant action are paired. The table also has
 scores in the discrete-event reference, on fewer seeds, and the score of the best timetable that another report found
