@@ -182,11 +182,11 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
             raise InvalidConfigError(
                 f"family {family!r} has its own Gymnasium environments: make one by its id, InferenceGym/<gym_id>-v1"
             )
-        self._family = FAMILIES[family]
-        self._family.check_config(task_id, config)
+        FAMILIES[family].check_config(task_id, config)
+        self._family = family
         self._codec = codec
         self._task_id, self._config = task_id, config
-        self._episode = self._family.make()
+        self._episode = FAMILIES[family].make()
         self._series = SeedSeries(1)
         self.action_space, self.observation_space = codec.action_space(), codec.observation_space()
 
@@ -216,11 +216,12 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
 
     def set_state(self, state: Mapping[str, Any]) -> Any:
         """Go on from a state, as :meth:`InferenceGymEnv.set_state` does; returns the observation there."""
-        episode = self._family.make()
+        family = FAMILIES[self._family]
+        episode = family.make()
         episode.reset(seed=state["seed"], task_id=self._task_id, config=self._config)
         _refuse_another(state, episode)
         for action in state["actions"]:
-            episode.play(self._family.parse_action(action)[0])
+            episode.play(family.parse_action(action)[0])
         self._episode = episode
         return self._codec.encode(episode.observation())
 

@@ -407,11 +407,11 @@ class _Card:
             progress(min(0.95, steps / 10))
             return self._best(units)
 
-        least = _smallest(best_on, guess, self._most, self._required, self._replicas_min)
+        least = smallest_fleet(best_on, guess, self._most, self._required, self._replicas_min)
         if least is None:
             if not self._all_searched:  # The whole log is calmer than its busiest part.
                 tried = max(self._known)
-                least = _smallest(self._whole, tried, tried, self._required)
+                least = smallest_fleet(self._whole, tried, tried, self._required)
                 self.best = None if least is None else self._whole(least)
             return
         for units in {1, least // 2, least + 1} - {0}:  # show what smaller and larger fleets achieve
@@ -425,7 +425,7 @@ class _Card:
             if not whole.meets:
                 break
             self.best = whole
-        if self.best is None and (more := _smallest(self._whole, least, self._most, self._required, least)):
+        if self.best is None and (more := smallest_fleet(self._whole, least, self._most, self._required, least)):
             self.best = self._whole(more)
 
     def _whole(self, units: int) -> Plan:
@@ -680,7 +680,7 @@ class _Card:
 
         now = at(units)
         guess = max(1, round(units * factor / step))
-        least = _smallest(lambda n: at(n * step), guess, self._most // step, self._required, 2 if uneven else 1)
+        least = smallest_fleet(lambda n: at(n * step), guess, self._most // step, self._required, 2 if uneven else 1)
         return {
             "traffic": factor,
             "n_gpus": self.best.n_gpus,
@@ -701,7 +701,7 @@ def action_of(plan: Plan) -> ServeAction:
     return ServeAction(**{**plan.action, "quant_tier": QuantTier(plan.action["quant_tier"])})
 
 
-def _smallest(play: Callable[[int], Plan], guess: int, most: int, required: float, least: int = 1) -> int | None:
+def smallest_fleet(play: Callable[[int], Plan], guess: int, most: int, required: float, least: int = 1) -> int | None:
     """Smallest number from ``least`` to ``most`` with a plan that meets the objectives.
 
     The search doubles and halves from a guess. None if ``most`` does not suffice, or if doubling brings less than

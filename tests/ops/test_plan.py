@@ -20,7 +20,7 @@ from ops.export import EXPORTS, constant_drafts, engine_files
 from ops.log.reader import import_log
 from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
-from ops.plan import Plan, PlanReport, _smallest, busiest, make_plan, pareto, registered_tables
+from ops.plan import Plan, PlanReport, smallest_fleet, busiest, make_plan, pareto, registered_tables
 from ops.prices import Prices
 from ops.report import notes, plan_figure, plan_report
 from ops.shadow import shadow
@@ -364,7 +364,7 @@ def test_doubling_ends_where_as_much_again_would_not_do(
         share, margin = plans[n]
         return replace(report.plans[0], share_in_time=share, margin=margin, meets=share >= 0.99 and margin >= 0)
 
-    assert _smallest(play, 4, 64, 0.99) == least
+    assert smallest_fleet(play, 4, 64, 0.99) == least
     assert played == list(plans)
 
 
