@@ -20,7 +20,7 @@ from ops.export import EXPORTS, constant_drafts, engine_files
 from ops.log.reader import import_log
 from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
-from ops.plan import Plan, PlanReport, smallest_fleet, busiest, make_plan, pareto, registered_tables
+from ops.plan import Plan, PlanReport, busiest, make_plan, pareto, registered_tables, smallest_fleet
 from ops.prices import Prices
 from ops.report import notes, plan_figure, plan_report
 from ops.shadow import shadow
