@@ -115,7 +115,7 @@ def test_what_a_race_needs_is_asked_for_once_while_its_modules_load(visit: Visit
     needed = ["/tasks?all=true", "/info", f"/policies?task_id={task}"] if task else []
     assert [path for path in asked if path.split("?")[0] in ("/tasks", "/info", "/policies")] == needed
     early = asked[: asked.index("/health")]  # which main.js asks for
-    assert [path for path in needed if path not in early] == []
+    assert [path for path in needed[: 3 if tab else 2] if path not in early] == []
 
 
 def race_to_the_end(page: Page) -> float:
@@ -973,7 +973,9 @@ def test_a_plan_without_prices_shows_latencies_and_what_may_change_it_beside_a_f
 
 def test_objectives_that_no_fleet_meets_are_told_with_the_nearest_fleet(visit: Visit) -> None:
     page = visit().open("plan")
-    page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,1000,10\n1,1000,10\n")
+    page.locator("#panel-plan textarea").fill(
+        "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{second},1000,10\n" for second in range(30))
+    )
     page.get_by_label("TTFT p99 (ms)").fill("1")
     page.get_by_label("TPOT p50 (ms)").fill("")
     for box in page.locator("#panel-plan fieldset input").all():

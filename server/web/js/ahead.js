@@ -2,6 +2,8 @@
 
 const [tab, query] = location.hash.slice(1).split("?");
 const task = new URLSearchParams(query).get("task") ?? "3"; // the race's first one
-const paths = ["tasks?all=true", "info", `policies?task_id=${encodeURIComponent(task)}`];
+const paths = ["tasks?all=true", "info"];
+// Without a tab the server may open on another environment, which has no such task.
+if (tab === "race") paths.push(`policies?task_id=${encodeURIComponent(task)}`);
 globalThis.ahead = new Map(tab && tab !== "race" ? [] : paths.map((path) => [`../${path}`, fetch(`../${path}`)]));
 for (const answer of globalThis.ahead.values()) answer.catch(() => {}); // whoever takes it is told
