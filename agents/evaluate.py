@@ -38,6 +38,10 @@ class Interval:
     low: float
     high: float
 
+    def within(self, lowest: float, highest: float) -> Interval:
+        """The same mean, its interval cut at bounds that no value exceeds."""
+        return Interval(self.mean, max(self.low, lowest), min(self.high, highest))
+
     def to_dict(self) -> dict[str, float]:
         """JSON form."""
         return {"mean": self.mean, "ci95_low": self.low, "ci95_high": self.high}

@@ -171,5 +171,8 @@ def _table(result: dict[str, Any]) -> str:
 
 def _cell(entry: Mapping[str, Any], name: str) -> str:
     """Mean and interval of a column; no score is below 0 or above 1, so neither is its interval."""
-    x, (lowest, highest) = entry[name], (0.0, 1.0) if name == "score" else (-1.0, 1.0)
-    return f"{x['mean']:.3f} [{max(x['ci95_low'], lowest):.3f}, {min(x['ci95_high'], highest):.3f}]"
+    from agents.evaluate import Interval
+
+    x = entry[name]
+    i = Interval(x["mean"], x["ci95_low"], x["ci95_high"]).within(0.0 if name == "score" else -1.0, 1.0)
+    return f"{i.mean:.3f} [{i.low:.3f}, {i.high:.3f}]"

@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
     wall_s = time.perf_counter() - started
     print(f"{'task':<14}{'agent':<20}{'score':>8}  95% CI")
     for e in evaluations:
-        i = interval(e.scores)
-        low, high = max(i.low, 0.0), min(i.high, 1.0)  # no score is beyond these
-        print(f"{e.task.task_id!s:<14}{e.agent:<20}{i.mean:>8.3f}  [{low:.3f}, {high:.3f}]")
+        i = interval(e.scores).within(0.0, 1.0)
+        print(f"{e.task.task_id!s:<14}{e.agent:<20}{i.mean:>8.3f}  [{i.low:.3f}, {i.high:.3f}]")
     print(f"{len(jobs)} jobs of {len(seeds)} episodes on {args.workers} workers in {wall_s:.1f} s")
     if args.out:
         write_text(args.out, json.dumps({"seeds": list(seeds), "results": sweep_table(evaluations)}, indent=1) + "\n")

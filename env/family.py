@@ -141,6 +141,12 @@ class EpisodeEnv(Protocol):
         ...
 
 
+def state_of(episode: EpisodeEnv) -> dict[str, Any]:
+    """Task, seed, configuration and actions so far, as JSON: what determines an episode."""
+    config, actions = episode.config_dict(), list(episode.actions)
+    return {"task_id": episode.task_id, "seed": episode.seed, "config": config, "actions": actions}
+
+
 @dataclass(frozen=True, slots=True)
 class TaskEntry:
     """A task in lists: id, Gymnasium name, whether it replays recorded traffic, and its description."""

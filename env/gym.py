@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from env.families import FAMILIES
-from env.family import EpisodeEnv, Family, Grade, GymCodec, GymFaces, TaskEntry
+from env.family import EpisodeEnv, Family, Grade, GymCodec, GymFaces, TaskEntry, state_of
 from env.inference_env import InferenceEnv
 from env.vector import vector_outcome
 from inferencegym import render
@@ -209,10 +209,8 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
 
     def get_state(self) -> dict[str, Any]:
         """The episode so far as JSON, as :meth:`InferenceGymEnv.get_state` gives it."""
-        episode = self._episode
-        episode.observation()  # raises NotResetError before the first reset
-        config, actions = episode.config_dict(), list(episode.actions)
-        return {"task_id": episode.task_id, "seed": episode.seed, "config": config, "actions": actions}
+        self._episode.observation()  # raises NotResetError before the first reset
+        return state_of(self._episode)
 
     def set_state(self, state: Mapping[str, Any]) -> Any:
         """Go on from a state, as :meth:`InferenceGymEnv.set_state` does; returns the observation there."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from env.batch import ServingBatch
 from env.dynamics import FluidFleet
-from env.family import Grade, outcome
+from env.family import Grade, outcome, state_of
 from env.log import EpisodeLog
 from grader.grader import grade_episode
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
@@ -82,8 +82,7 @@ class InferenceEnv:
         """
         if self._log is None:
             raise NotResetError("no state before reset: call reset() first")
-        config = self.config_dict()
-        return {"task_id": self.task_id, "seed": self.seed, "config": config, "actions": list(self.actions)}
+        return state_of(self)
 
     def set_state(self, state: Mapping[str, Any]) -> ServeObservation:
         """Go on from a state of :meth:`get_state`, by playing its actions again; returns the observation there."""

@@ -68,7 +68,7 @@ class RequestLog:
         except ClientDisconnect:
             status = CLIENT_WENT_AWAY
         except Exception:
-            if status is None:
+            if status is None:  # FastAPI has answered for its routes, not for a step or for our own middleware
                 await (await failure_reply())(scope, receive, send_with_headers)
             raise
         finally:

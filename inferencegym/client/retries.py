@@ -105,7 +105,7 @@ class Retries:
         return attempts.pause_s(f"HTTP {outcome.status_code}", float(asked) if asked.isdigit() else None)
 
     def _final(self, attempts: Attempts, outcome: httpx.Response | httpx.TransportError) -> httpx.Response:
-        """The last answer. Raises ServerUnavailableError if there is none, or only that of a proxy."""
+        """The last answer. Raises ServerUnavailableError if the server gave none; a proxy's error does not count."""
         if isinstance(outcome, httpx.TransportError):
             raise attempts.given_up(repr(outcome), self.advice) from outcome
         if outcome.status_code in RETRIED_STATUSES and "json" not in outcome.headers.get("content-type", ""):

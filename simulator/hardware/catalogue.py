@@ -103,7 +103,7 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
 def table_named(hardware: str, model: str | None = None) -> str:
     """Name of the only table that :func:`tables_named` would select; without ``model``, of any model.
 
-    Raises :class:`InvalidConfigError` listing the tables if there are several, or the choices if there is none.
+    Raises :class:`InvalidConfigError`. If several tables match, it lists them; if none does, it lists the choices.
     """
     if hardware not in hardware_names():
         table_entry(hardware)  # raises

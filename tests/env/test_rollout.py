@@ -118,5 +118,5 @@ def test_rllib_trains_on_the_registered_environment() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = re.search(r"iteration 1: mean return (\S+)", done.stderr)
     assert found is not None, done.stderr
-    # An episode has ten rewards of [-1, 1]; NaN is none of them.
+    # The return is a sum of ten rewards, each from -1 to 1. NaN fails this comparison too.
     assert -10.0 < float(found[1]) < 10.0
