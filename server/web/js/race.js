@@ -472,7 +472,7 @@ class Race {
     const played = rows(mine.action);
     this.seeking = true;
     const found = await this.bestOf(moves, action, played)
-      .then((best) => best && this.bestOf([best], action, [...played, ...Array(held).fill(action)])).catch(() => undefined); // what cannot be checked is not advised
+      .then((best) => best && generation === this.generation && this.bestOf([best], action, [...played, ...Array(held).fill(action)])).catch(() => undefined); // what cannot be checked is not advised
     this.seeking = false;
     if (generation !== this.generation || mine !== this.mine || asked !== JSON.stringify(this.knobs.action())) return;
     this.hinted = found && { ...found, text: found.text.replace(":", ` (${shown(found.name, found.value, this.tiers)}):`) };
@@ -486,12 +486,11 @@ class Race {
     return [towards, ...counts.map((replicas) => ({ ...action, replicas }))].flatMap((goal) => hints(action, goal, this.task));
   }
 
-  /** The move with the most score after the actions `before`, with its `score` and what no move has, `stay`; undefined if none gains. */
+  /** The move with the most score after the actions `before`, with its `score`; undefined if none gains. */
   async bestOf(moves, action, before = []) {
     if (!moves.length) return undefined;
-    const scores = await this.scoresOf([action, ...moves.map(({ name, value }) => ({ ...action, [name]: value }))], before);
-    const [stay, ...moved] = scores, score = Math.max(...moved);
-    return score > stay + GAIN ? { ...moves[moved.indexOf(score)], score, stay } : undefined;
+    const [stay, ...moved] = await this.scoresOf(trials(action, moves), before);
+    return bestMove(moves, moved, stay);
   }
 
   tellReadings() {
@@ -720,9 +719,9 @@ class Race {
    * plays this episode with it; and what the best policy does that no slider that stays can.
    */
   async advise({ score }) {
-    const action = this.knobs.action(), moves = this.moves(action), as = await this.scoresOf([action]);
-    const move = await this.bestOf(moves, action);
-    const found = move?.score > score + GAIN ? move : as[0] > score + GAIN ? { text: "start as your sliders are now. They began elsewhere in this race.", score: as[0] } : undefined;
+    const action = this.knobs.action(), moves = this.moves(action), [stay, ...scores] = await this.scoresOf(trials(action, moves));
+    const move = bestMove(moves, scores, stay);
+    const found = move?.score > score + GAIN ? move : stay > score + GAIN ? { text: "start as your sliders are now. They began elsewhere in this race.", score: stay } : undefined;
     this.advised = found?.name ? found : undefined;
     const reached = found?.score ?? score;
     const slider = found ? `${found.text.replace("Move", "move")} ${found.name ? `With ${shown(found.name, found.value, this.tiers)} and` : "With"} nothing else moved, you score ${shownScore(reached)} here.` : "";
@@ -734,6 +733,7 @@ class Race {
 
   /** Scores of this episode under constant settings, after the actions `before`, as the server plays them. */
   async scoresOf(settings, before = []) {
+    const { length } = this; // another task may be chosen meanwhile
     const { session_id } = await post("reset/batch", { task_id: this.task.id, seeds: settings.map(() => this.seed), config: { reward: "score" } });
     const scores = settings.map(() => 0), most = Math.floor(BATCH_SECONDS / settings.length);
     const hold = async (actions, seconds) => {
@@ -747,7 +747,7 @@ class Race {
         while (until < before.length && String(address.numbers(before[until])) === String(address.numbers(before[from]))) until++;
         await hold(settings.map(() => before[from]), until - from);
       }
-      await hold(settings, this.length - before.length);
+      await hold(settings, length - before.length);
     } finally {
       await post("close/batch", { session_id });
     }
@@ -802,6 +802,15 @@ function oldRun(run) {
 /** Object whose missing properties are created as empty arrays when they are read. */
 function columns(known = {}) {
   return new Proxy(known, { get: (target, name) => (typeof name === "string" && name !== "toJSON" ? target[name] ??= [] : undefined) });
+}
+
+/** Settings in which one move each was made, after the one without any. */
+const trials = (action, moves) => [action, ...moves.map(({ name, value }) => ({ ...action, [name]: value }))];
+
+/** The move that scores most, with its `score`, if it gains on `stay`; else undefined. */
+function bestMove(moves, scores, stay) {
+  const score = Math.max(...scores);
+  return score > stay + GAIN ? { ...moves[scores.indexOf(score)], score } : undefined;
 }
 
 /** The first row of columns by name. */
