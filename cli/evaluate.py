@@ -159,7 +159,7 @@ def _table(result: dict[str, Any]) -> str:
         return traffic_table(result)
     seeds, columns = result["seeds"], {"score": 24, "over_naive": 26, "regret": 26}
     shown = {name: width for name, width in columns.items() if name in result["agents"][0]}
-    best = f"; best known: {result['best_known']['agent']}" if "best_known" in result else ""
+    best = f"; regret is the distance to {result['best_known']['agent']}" if "best_known" in result else ""
     heads = "".join(f"{name.replace('_', ' '):>{width}}" for name, width in shown.items())
     lines = [f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95% CI]{best}", f"{'agent':<16}{heads}"]
     for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
