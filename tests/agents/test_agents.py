@@ -596,7 +596,7 @@ def test_the_evaluate_command_prints_json_with_every_seed(capsys: pytest.Capture
 def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--task", "1", "--agent", "vllm_defaults", "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "best known" in printed
+    assert "regret is the distance to " in printed
     assert "0.999 [0.988, 1.000]" in printed  # no score is above 1; the interval of Student's t ends at 1.010
     assert main(["evaluate", "--task", "1", "--agent", "nobody"]) == 2
     assert "agent 'nobody' is unknown: the agents are naive, " in capsys.readouterr().err
