@@ -38,6 +38,8 @@ GENERATED = {".c", ".so", ".pyd", ".pyc"}
 #
 # The kernel is many small functions; GCC inlines too few of them with its own limit of 30 instructions.
 COMPILE_ARGS = ["-O3", "-ffp-contract=off", "--param=max-inline-insns-auto=300", "-g0"]
+# They make views of arrays; what a step computes is in the other modules.
+UTILITIES_ARGS = ["-O1", "-g0"]
 
 DIRECTIVES = {
     "language_level": 3,
@@ -48,6 +50,8 @@ DIRECTIVES = {
     "infer_types": True,
     # Annotations are for readers and type checkers; C types come from the .pxd alone.
     "annotation_typing": False,
+    # Environments copy and pickle themselves by replay; pickling each class would be a third of the compiled code.
+    "auto_pickle": False,
 }
 
 # The code of memory views that all compiled modules need, translated and compiled once.
@@ -113,7 +117,8 @@ def extensions(published: bool) -> list[Extension]:
     """One extension per Python module with a type declaration file beside it, and the code that they share."""
     # Whoever installs a wheel may have no compiler; whoever builds in a clone asked for one.
     extension = partial(Extension, extra_compile_args=COMPILE_ARGS, optional=published)
-    found = [extension(UTILITIES, [f"build/cython/{UTILITIES.replace('.', '/')}.c"])]
+    utilities = f"build/cython/{UTILITIES.replace('.', '/')}.c"
+    found = [extension(UTILITIES, [utilities], extra_compile_args=UTILITIES_ARGS)]
     for root in (PACKAGE, *ROOMS):
         for declaration in sorted((ROOT / root).rglob("*.pxd")):
             source = declaration.with_suffix(".py").relative_to(ROOT)
