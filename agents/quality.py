@@ -163,12 +163,12 @@ def text(report: dict[str, Any]) -> str:
     verdict = "static (tuning, not control)" if gap["static"] else pays
     lines = [
         f"task {report['task']}: {n} held-out episodes, searches of {report['generations']} generations",
-        f"  difficulty separation  naive {_mean(separation['naive'])}, rules {_named(separation['rules'])}, "
+        f"  from naive to best     naive {_mean(separation['naive'])}, rules {_named(separation['rules'])}, "
         f"best {_named(separation['best'])}: spread {separation['spread']['mean']:.3f}",
-        f"  headroom               {room['gap']:.3f}: ceiling {room['ceiling']:.3f}, best known policy "
-        f"{room['best_known']:.3f} on {room['seeds']} of the seeds",
-        f"  adversarial floor      random {_mean(floor['random'])}; {refusing}",
-        f"  gameability            best constant {_mean(game['best_constant'])}, best timetable "
+        f"  foresight              +{room['gap']:.3f}: a timetable that knows the future {room['ceiling']:.3f}, "
+        f"best policy {room['best_known']:.3f}, on {room['seeds']} of the seeds",
+        f"  little effort          random {_mean(floor['random'])}; {refusing}",
+        f"  without observing      best constant {_mean(game['best_constant'])}, best timetable "
         f"{_mean(game['best_timetable'])}; refusing {'PAYS' if game['refusing_pays'] else 'does not pay'}: "
         f"vLLM's defaults {_mean(game['vllm_defaults'])}",
         f"  adaptive gap           {_spread(gap['over_constant'])} of {_named(gap['policy'])} over the best constant, "

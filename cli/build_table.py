@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="with --system: model, for example llama-3.1-70b")
     parser.add_argument("--tp", type=int, default=1, help="with --system: cards per replica (default 1)")
     parser.add_argument("--engine", default="vllm", help="with --system: engine of the kernels (default vllm)")
-    parser.add_argument("--tiers", help="with --system: precisions, best first (default: all that are measured)")
+    parser.add_argument(
+        "--tiers", help="with --system: precisions, most precise first (default: all that are measured)"
+    )
     parser.add_argument(
         "--kv-cache-dtype", default="bf16", help="with --system: precision of the KV cache, bf16 or fp8"
     )

@@ -41,15 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the runs kept out of the fit to measure its error (default 0.25)",
     )
     own = parser.add_argument_group(
-        "fit the engine's own iteration times from the times of every request (vllm bench serve --save-detailed)"
+        "fit the engine's own iteration times, from the time of every token (vllm bench serve --save-detailed)"
     )
-    own.add_argument("--kv-pool-tokens", type=int, help="tokens that its KV pool holds; implies such a fit")
-    own.add_argument("--kv-bytes-per-token", type=float, help="bytes that the KV cache of one token takes on a card")
-    own.add_argument("--block-tokens", type=int, default=16, help="tokens of a KV block (default 16)")
     own.add_argument(
-        "--max-batched-tokens", type=int, default=2048, help="prompt tokens of an iteration (default 2048)"
+        "--kv-pool-tokens", type=int, help="tokens that the engine's KV pool holds; selects this kind of fit"
     )
-    own.add_argument("--weights-gb", type=float, default=0.0, help="weights on a card, for memory figures (default 0)")
+    own.add_argument("--kv-bytes-per-token", type=float, help="bytes of KV cache per token on a card")
+    own.add_argument("--block-tokens", type=int, default=16, help="tokens per KV block (default 16)")
+    own.add_argument(
+        "--max-batched-tokens", type=int, default=2048, help="maximum prompt tokens per iteration (default 2048)"
+    )
+    own.add_argument(
+        "--weights-gb", type=float, default=0.0, help="GB of weights per card, for memory figures (default 0)"
+    )
     parser.add_argument("--fit-only", action="store_true", help="print the fit and write no table")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes that build the table (default: all cores)"

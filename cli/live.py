@@ -30,33 +30,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--bound", action="append", metavar="KNOB=LOW:HIGH", help="allowed range of a knob; other knobs are never set"
     )
-    control.add_argument("--step", type=float, default=0.25, help="largest change in a second, share of the range")
+    control.add_argument(
+        "--step",
+        type=float,
+        default=0.25,
+        help="largest change of a knob per second, as a share of its range (default 0.25)",
+    )
     control.add_argument(
         "--dead-man",
         type=float,
         default=10.0,
         metavar="S",
-        help="return to your setting after this time without control",
+        help="return to your setting after this many seconds without metrics or orders (default 10)",
     )
     control.add_argument(
-        "--missed", type=float, default=30.0, metavar="S", help="... or when most requests are late for this time"
+        "--missed",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="return to your setting when most requests have been late for this many seconds (default 30)",
     )
-    control.add_argument("--audit", type=Path, default=Path("live-audit.jsonl"), help="log of every second")
-    control.add_argument("--dry-run", action="store_true", help="only log what would be set")
+    control.add_argument(
+        "--audit",
+        type=Path,
+        default=Path("live-audit.jsonl"),
+        help="log with a line per second (default live-audit.jsonl)",
+    )
+    control.add_argument("--dry-run", action="store_true", help="log what would be set, and set nothing")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", required=True, metavar="URL", help="address of the engine's OpenAI API")
-    parser.add_argument("--backend", default="vllm", help="type of the engine: vllm, sglang or that of a plugin")
-    parser.add_argument("--control-file", type=Path, help="vLLM: file that its scheduler class follows (docs/live.md)")
-    parser.add_argument("--agent", default="heuristic", help="policy: heuristic, ppo:FILE, constant:{...}, ...")
-    parser.add_argument("--task", default="3", help="task that gives the policy its objectives, classes and knobs")
     parser.add_argument(
-        "--replicas", type=int, default=1, metavar="N", help="the engine is one of N that share the traffic (default 1)"
+        "--backend", default="vllm", help="type of the engine: vllm (default), sglang or one that a package adds"
+    )
+    parser.add_argument(
+        "--control-file", type=Path, help="vLLM only: control file of its scheduler class (docs/live.md)"
+    )
+    parser.add_argument(
+        "--agent",
+        default="heuristic",
+        help="policy, as in evaluate: heuristic (default), ppo:FILE, constant:{...}, ...",
+    )
+    parser.add_argument("--task", default="3", help="task with the policy's objectives, classes and knobs (default 3)")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of engines that share the traffic, this one included (default 1)",
     )
     add_table_arguments(parser)
-    parser.add_argument("--port", type=int, help="serve the advice for Prometheus on this port")
-    parser.add_argument("--seconds", type=float, help="end after this time (default: until Ctrl-C)")
+    parser.add_argument("--port", type=int, help="serve the policy's settings for Prometheus on this port")
+    parser.add_argument("--seconds", type=float, help="end after this many seconds (default: run until Ctrl-C)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,10 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, help="seconds that an answer holds, at most 60 (default 10; traffic: 1)")
     parser.add_argument("--no-tools", action="store_true", help="ask for JSON in the reply text instead of tool calls")
     parser.add_argument(
-        "--max-tokens", type=int, default=4096, help="most tokens of a reply, thinking included (default %(default)s)"
+        "--max-tokens", type=int, default=4096, help="maximum tokens per reply, thinking included (default %(default)s)"
     )
     parser.add_argument("--temperature", type=float, help="sampling temperature (default: the endpoint's own)")
-    parser.add_argument("--transcript", type=Path, metavar="FILE", help="write what was said, as Markdown")
+    parser.add_argument(
+        "--transcript", type=Path, metavar="FILE", help="write the conversation to this file, as Markdown"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from inferencegym.installation import INTERPRETED, install_hint, interpreted_mod
 COMMANDS: Final[dict[str, str]] = {
     "simulate": "simulate one configuration under a steady, bursty or recorded load",
     "evaluate": "score agents on held-out seeds with confidence intervals",
-    "quality": "report what a task rewards: separation, headroom, floor, gameability, adaptive gap",
+    "quality": "report what a task rewards, and how much control gains over constant settings",
     "calibrate": "measure the throughput and price constants of tasks",
     "train": "train a PPO policy",
     "llm": "let a language model play an episode on a server",

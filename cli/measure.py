@@ -21,18 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="measured", help="name of the engine in the table (default measured)")
     parser.add_argument("--model", help="served model (default: the first)")
-    parser.add_argument("--seconds", type=float, default=180.0, help="length of the load, roughly (default 180)")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="approximate length of the load in seconds (default 180)"
+    )
     parser.add_argument("--clients", type=int, default=64, help="clients of the largest closed loop (default 64)")
     told = parser.add_argument_group("properties that the engine does not report")
-    told.add_argument("--kv-bytes-per-token", type=float, help="bytes that the KV cache of one token takes on a card")
+    told.add_argument("--kv-bytes-per-token", type=float, help="bytes of KV cache per token on a card")
     told.add_argument("--kv-pool-tokens", type=int, help="tokens that the KV pool holds (default: as vLLM reports)")
-    told.add_argument("--block-tokens", type=int, help="tokens of a KV block (default: as vLLM reports)")
-    told.add_argument("--max-num-seqs", type=int, help="most sequences at once (default: measured by the load)")
+    told.add_argument("--block-tokens", type=int, help="tokens per KV block (default: as vLLM reports)")
     told.add_argument(
-        "--max-batched-tokens", type=int, help="prompt tokens of an iteration (default: 2048, with a note)"
+        "--max-num-seqs", type=int, help="maximum number of running sequences (default: measured by the load)"
+    )
+    told.add_argument(
+        "--max-batched-tokens", type=int, help="maximum prompt tokens per iteration (default: 2048, with a note)"
     )
     told.add_argument("--max-model-len", type=int, help="longest request in tokens (default: as the engine reports)")
-    told.add_argument("--weights-gb", type=float, default=0.0, help="weights on a card, for memory figures (default 0)")
+    told.add_argument(
+        "--weights-gb", type=float, default=0.0, help="GB of weights per card, for memory figures (default 0)"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the table if there is one")
     parser.add_argument("--json", action="store_true", help="print the measurement as JSON, without a progress bar")
 

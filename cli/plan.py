@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sessions",
         type=Path,
         metavar="LOG",
-        help="log of agent sessions instead: how many one engine carries at a time (docs/rollouts.md)",
+        help="log of agent sessions instead: find how many sessions one engine carries at once (docs/rollouts.md)",
     )
     parser.add_argument(
         "--kv-pool-tokens", type=int, metavar="N", help="with --sessions: the engine's KV pool (default: the card's)"
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share-met",
         type=float,
         metavar="S",
-        help="share of requests whose first token must come within the objective (default: that of its percentile)",
+        help="share of requests whose first token must be in time (default: 0.99 for ttft_p99, and so on)",
     )
     parser.add_argument(
         "--windows-met",
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="your own table, written by measure or import-bench; may be given several times",
     )
     parser.add_argument(
-        "--model", help="model to serve, such as llama-3.1-8b; required if the hardware has tables of several"
+        "--model", help="model to serve, such as llama-3.1-8b; required if the hardware has tables of several models"
     )
     parser.add_argument(
         "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
@@ -86,13 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--router",
         choices=ROUTERS,
         default="shared",
-        help="play fleets with replicas that share a queue or have one each behind a router (default %(default)s)",
+        help="how requests reach replicas: a shared queue, or a router with a queue per replica (default %(default)s)",
     )
     parser.add_argument(
         "--prices",
         type=Path,
         metavar="FILE",
-        help='your prices: {"currency": "USD", "per_gpu_hour": {"a100-40gb": 1.5}} (default: none, plans count GPUs)',
+        help='your prices: {"currency": "USD", "per_gpu_hour": {"a100-40gb": 1.5}} (default: none, sort by GPUs)',
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan with figures and engine settings")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw cost against latency")

@@ -11,10 +11,10 @@ from inferencegym.errors import InvalidConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("task", nargs="+", help="task id; several, or all")
-    parser.add_argument("--episodes", type=seed_count(2), default=10, help="held-out episodes of a policy (default 10)")
+    parser.add_argument("task", nargs="+", help="task ids, or all")
+    parser.add_argument("--episodes", type=seed_count(2), default=10, help="held-out episodes per policy (default 10)")
     parser.add_argument(
-        "--generations", type=int, default=20, help="generations of the timetable and ceiling searches (default 20)"
+        "--generations", type=int, default=20, help="generations of the searches for timetables (default 20)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, a list of reports")
 

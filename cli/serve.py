@@ -8,9 +8,9 @@ import os
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options; everything else is an environment variable ``INFERENCEGYM_*``."""
-    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--host", help="address to listen on (default 0.0.0.0)")
     parser.add_argument("--port", type=int, help="port to listen on (default 7860)")
-    parser.add_argument("--workers", type=int, help="server processes")
+    parser.add_argument("--workers", type=int, help="server processes (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         default="{}",
         metavar="JSON",
-        help="your own configuration, 'fixed' in the report; knobs left out are vLLM's defaults (default {})",
+        help="your own settings, named 'fixed' in the report; knobs left out are vLLM's defaults (default {})",
     )
     parser.add_argument("--task", help="take the number of GPUs, objectives and stored policies from this task")
     parser.add_argument(

@@ -33,10 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument(
-        "--gpus", type=int, default=1, help="replicas, each on the cards of its table (default %(default)s)"
+        "--gpus",
+        type=int,
+        default=1,
+        help="number of replicas; a table says how many cards each has (default %(default)s)",
     )
     fleet.add_argument(
-        "--batch-size", type=int, default=256, help="most requests that run at once on a replica (default %(default)s)"
+        "--batch-size",
+        type=int,
+        default=256,
+        help="maximum number of running requests per replica (default %(default)s)",
     )
     fleet.add_argument(
         "--kv-budget", type=float, default=0.95, help="share of free memory for the KV pool (default %(default)s)"
@@ -44,35 +50,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--spec-length", type=int, default=0, help="draft tokens per verification: 0, 1, 2, 4, 8 (default %(default)s)"
     )
-    fleet.add_argument("--quant", help="precision, of those of the table (default: its first)")
+    fleet.add_argument("--quant", help="precision, one of the table's (default: its first)")
     fleet.add_argument(
-        "--disagg", action="store_true", help="prefill on separate GPUs, one more per replica (default: together)"
+        "--disagg",
+        action="store_true",
+        help="give every replica a second GPU for prefill (default: prefill on the decoding GPUs)",
     )
     fleet.add_argument(
         "--prefill-replicas",
         type=int,
         metavar="N",
-        help="prefill on N more replicas, which all others share (default: as --disagg says)",
+        help="add N replicas that only prefill, for all the others",
     )
     fleet.add_argument(
         "--router",
         choices=ROUTERS,
         default="shared",
-        help="replica of a request: the first with room, out of one queue, or that of a router (default %(default)s)",
+        help="how requests reach replicas: a shared queue, or a router with a queue per replica (default %(default)s)",
     )
     add_table_arguments(fleet)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--qps", type=float, default=10.0, help="mean requests per second, Poisson arrivals (default %(default)s)"
     )
-    load.add_argument("--requests", type=int, help="number of requests (default 300, or as many as fit --burst-s)")
+    load.add_argument(
+        "--requests", type=int, help="number of requests (default 300; with --burst-s, as many as arrive in it)"
+    )
     load.add_argument("--prompt-tokens", type=float, default=247.0, help="mean prompt length (default %(default)s)")
     load.add_argument(
-        "--prompt-cv", type=float, default=0.0, help="its coefficient of variation, log-normal (default %(default)s)"
+        "--prompt-cv",
+        type=float,
+        default=0.0,
+        help="coefficient of variation of prompt lengths, log-normal (default %(default)s)",
     )
     load.add_argument("--output-tokens", type=float, default=350.0, help="mean output length (default %(default)s)")
     load.add_argument(
-        "--output-cv", type=float, default=0.55, help="its coefficient of variation, log-normal (default %(default)s)"
+        "--output-cv",
+        type=float,
+        default=0.55,
+        help="coefficient of variation of output lengths, log-normal (default %(default)s)",
     )
     load.add_argument("--burst-s", type=float, help="requests arrive only in the first BURST_S seconds")
     load.add_argument(
@@ -80,12 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="closed loop: N clients with one request each at a time (default: an open one)",
+        help="closed loop: N clients, each with one request at a time (default: open loop, at the rate of --qps)",
     )
     load.add_argument("--trace", type=Path, help="request log (see docs/operators.md) instead of drawn requests")
     load.add_argument("--seed", type=int, default=0, help="seed of the drawn requests (default %(default)s)")
     add_log_arguments(parser)
-    out = parser.add_argument_group("answers")
+    out = parser.add_argument_group("output")
     out.add_argument(
         "--sweep",
         metavar="qps=LOW:HIGH[:N]",

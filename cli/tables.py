@@ -14,14 +14,14 @@ def add_table_arguments(parser: Any) -> None:
     """Add the alternatives ``--hardware`` and ``--table`` to a parser or a group of its options."""
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--hardware", help="table of the catalogue, or with --model a card (default a100-40gb)")
-    chosen.add_argument("--table", type=Path, help="file of your own table, written by measure or import-bench")
-    parser.add_argument("--model", help="with --hardware: the model, such as llama-3.1-8b, if a card is named")
+    chosen.add_argument("--table", type=Path, help="your own table, written by measure or import-bench")
+    parser.add_argument("--model", help="with --hardware CARD: the model, such as llama-3.1-8b")
 
 
 def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--drafts`` to a command that searches settings."""
     parser.add_argument(
-        "--drafts", action="store_true", help="also settings with draft tokens, for which you need a draft model"
+        "--drafts", action="store_true", help="also try settings with draft tokens, which need a draft model"
     )
 
 

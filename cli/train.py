@@ -24,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the learner and of its episodes (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="directory for policy, checkpoints, curve and events")
     parser.add_argument("--envs", type=int, help="episodes played in parallel (default 64; 128 where the task scales)")
-    parser.add_argument(
-        "--from-scratch", action="store_true", help="start from a random network, without constant search and teacher"
-    )
+    parser.add_argument("--from-scratch", action="store_true", help="start from a random network, without a teacher")
     parser.add_argument(
         "--reward",
         choices=get_args(RewardKind),
