@@ -422,7 +422,7 @@ def test_other_numbers_of_replicas_may_prefill_than_decode(monkeypatch: pytest.M
     assert "2 prefill : 3 decode" in str(plan_report(report).tables)
     assert "Prefill on 2 more instances" in engine_files(plan, tables["a100-80gb"], report)["vllm"]
     assert report.autoscaling == []
-    assert any("Autoscaling is not played" in note for note in notes(report))
+    assert any("Autoscaling is not simulated" in note for note in notes(report))
     # Twice the traffic takes about as many more of both.
     assert report.growth[1]["gpus_needed"] in range(8, 12)
     # Even numbers, or prefill on the replicas themselves, take more.
