@@ -88,8 +88,8 @@ class VllmEngine:
     def set(self, orders: Orders) -> None:
         if self._orders is None:
             raise InvalidConfigError(
-                "this vLLM can only be observed: name its control file, and start it with the scheduler class in "
-                f"PYTHONPATH={PLUGIN} (docs/live.md)"
+                "this vLLM is observed only: name its control file, which the scheduler class of "
+                f"PYTHONPATH={PLUGIN} follows (docs/live.md)"
             )
         limits = self.limits()
         self._orders.write(Orders(within(orders.knobs, limits), orders.until, within(orders.then or {}, limits)))
@@ -121,6 +121,6 @@ class VllmEngine:
             ) from error
         if state.get("protocol") != PROTOCOL:
             raise InvalidConfigError(
-                f"{path} was written by another version of the scheduler class: restart vLLM with the one in {PLUGIN}"
+                f"{path} is of another version of the scheduler class: restart with that of {PLUGIN}"
             )
         return state

@@ -252,4 +252,4 @@ def test_a_card_and_a_model_stand_for_their_only_table(capsys: Capture) -> None:
         assert main([*command, "--hardware", "l40s"]) == 2
         assert "choose one of l40s-llama-3.1-8b, l40s-gpt-oss-20b" in capsys.readouterr().err
         assert main([*command, "--model", "llama-3.1-8b"]) == 2
-        assert "--model needs --hardware" in capsys.readouterr().err
+        assert "--model goes with --hardware" in capsys.readouterr().err
