@@ -124,7 +124,7 @@ class ServingBatch:
         self._grade: GradeRewardKernel | None = None
 
     def follow_grade(self) -> tuple[GradeRewardKernel, tuple[str, ...]]:
-        """Keep the grade of the seconds so far, from the next reset on: the kernel that tells it, and the parts' names.
+        """Track the grade of the seconds so far, from the next reset on; returns its kernel and the parts' names.
 
         The rewards "grade" and "score" keep it anyway.
         """

@@ -124,14 +124,14 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         return self._observe(), reward.item(), episode.done, False, info
 
     def get_state(self) -> dict[str, Any]:
-        """The episode so far as JSON, for planning: :meth:`set_state` goes on from it, here or in another environment.
+        """The episode so far as JSON, for planning: :meth:`set_state` continues it, here or in another environment.
 
         Raises :class:`NotResetError` before the first reset.
         """
         return self._episode.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> Float32Array:
-        """Go on from a state of :meth:`get_state`; returns the observation there. It plays the steps before it again.
+        """Continue the episode of :meth:`get_state`: play its steps again and return the observation.
 
         Raises :class:`InvalidConfigError` for a state of another task or configuration.
         """
@@ -213,7 +213,7 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
         return state_of(self._episode)
 
     def set_state(self, state: Mapping[str, Any]) -> Any:
-        """Go on from a state, as :meth:`InferenceGymEnv.set_state` does; returns the observation there."""
+        """Continue the episode of a state, as :meth:`InferenceGymEnv.set_state` does."""
         family = FAMILIES[self._family]
         episode = family.make()
         episode.reset(seed=state["seed"], task_id=self._task_id, config=self._config)

@@ -76,7 +76,7 @@ class InferenceEnv:
             self._play_again(actions)
 
     def get_state(self) -> dict[str, Any]:
-        """Task, seed, configuration and actions so far, as JSON: what :meth:`set_state` goes on from.
+        """The episode so far as JSON (task, seed, configuration, actions), for :meth:`set_state`.
 
         Raises :class:`NotResetError` before the first reset.
         """
@@ -85,7 +85,7 @@ class InferenceEnv:
         return state_of(self)
 
     def set_state(self, state: Mapping[str, Any]) -> ServeObservation:
-        """Go on from a state of :meth:`get_state`, by playing its actions again; returns the observation there."""
+        """Continue the episode of :meth:`get_state`: play its actions again and return the observation."""
         self.reset(state["seed"], state["task_id"], state["config"])
         self._play_again(state["actions"])
         return self.observation()
@@ -216,10 +216,9 @@ class InferenceEnv:
     def info(self) -> dict[str, Any]:
         """Details of the last step: metrics, workload, the action as applied, support, terms of the reward, fleet.
 
-        ``metrics`` of several ``seconds`` are put together by :data:`OVER_SECONDS`; ``timestep`` counts the episode's.
-
-        After the last step of the episode also its score, breakdown and feedback. Raises :class:`NotResetError` before
-        the first step.
+        If the step had several ``seconds``, :data:`OVER_SECONDS` says how ``metrics`` add up; ``timestep`` counts
+        seconds of the episode. The last step adds the episode's score, breakdown and feedback. Raises
+        :class:`NotResetError` before the first step.
         """
         batch, log = self._batch, self._log
         if batch is None or log is None or not log.seconds:

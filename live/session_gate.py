@@ -1,8 +1,8 @@
-"""A gate for anybody's agent or rollout loop: a policy decides how many sessions may be in flight on a running engine.
+"""A gate for agent or rollout loops: a policy limits the number of sessions in flight on a running engine.
 
 :class:`SessionGate` needs httpx and numpy alone, no simulator. It builds the observation of the environment
 ``rollouts`` (:data:`inferencegym.rollouts.OBSERVATION_FIELDS`) from the engine's ``/metrics`` and from the token counts
-that the loop reports, so what was trained there can be used here.
+that the loop reports, so policies trained there can be used here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _pool_tokens(page: MetricsPage) -> float:
 
 @dataclass(eq=False)
 class Session:
-    """A session of the caller's loop. Its context is what its last turn left: prompt and completion, in tokens."""
+    """A session of the caller's loop. Its context is the prompt and completion of its last turn, in tokens."""
 
     name: str
     context_tokens: int = 0
@@ -83,7 +83,7 @@ class Session:
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
 
     def report(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
-        """Tell the length of a turn; the whole prompt counts, what was found in the cache too."""
+        """Report the tokens of a turn; the prompt counts whole, including tokens found in the cache."""
         self.context_tokens = prompt_tokens + completion_tokens
 
 
@@ -109,14 +109,14 @@ def make_controller(policy: str | Path | Controller) -> Controller:
 class SessionGate:
     """Bounds the sessions in flight on an engine by a cap that ``policy`` sets once a second; an async context manager.
 
-    The loop wraps a session in :meth:`session` and each request of it in :meth:`turn`, and reports its tokens. Where
-    the cap falls, the session between turns that started last is paused; paused ones come back, the oldest first,
-    before new ones start. A turn under way is never interrupted.
+    The loop wraps a session in :meth:`session` and each request of it in :meth:`turn`, and reports its tokens. If the
+    cap falls, the gate pauses the most recently started session that is between turns. Paused sessions come back, the
+    oldest first, before new ones start. A turn under way is never interrupted.
 
-    ``bounds`` are the lowest and highest cap. Where the engine gave no metrics for ``patience_s``, the lower one is in
-    force until they are back. ``shared_tokens`` is the system prompt that all sessions share: it is in the cache once.
-    ``kv_pool_tokens`` is for engines that do not state their pool. ``audit`` is a file that gets a line (JSON) per
-    decision. An exception of the policy ends the decisions and is raised by the next session or turn.
+    ``bounds`` are the lowest and highest cap. If the engine gives no metrics for ``patience_s``, the lower bound
+    applies until they are back. ``shared_tokens`` is the length of a system prompt that all sessions share, because the
+    cache holds it once. ``kv_pool_tokens`` is for engines that do not report their pool. ``audit`` is a file that gets
+    a JSON line per decision. An exception of the policy ends the decisions; the next session or turn raises it.
 
     Raises InvalidConfigError for bad bounds and unknown policies.
     """

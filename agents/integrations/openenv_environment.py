@@ -7,8 +7,8 @@
     for name, part in environment.rubric.named_rubrics():
         print(name, part.last_score)
 
-For whatever of OpenEnv takes such a class: its ``create_app``, its collectors, a trainer in one process. The server of
-this package does not use it: there, episodes are sessions that outlive sockets and processes (extra ``openenv``).
+For the parts of OpenEnv that take such a class: ``create_app``, collectors, a trainer in one process (extra
+``openenv``). The server of this package does not use it: its episodes are sessions that outlive sockets and processes.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     """One episode of a serving task on a server at ``url``; numbers equal :class:`env.gym.InferenceGymEnv`.
 
     ``info`` is the server's, with ``session_id`` and ``seed`` added; the last one of an episode has its ``score``,
-    ``breakdown`` and ``feedback``. ``render()`` draws the episode so far, as it does there. The session outlives the
-    server's process. Resets without a seed take the next :func:`inferencegym.seeds.episode_seed`.
+    ``breakdown`` and ``feedback``. ``render()`` draws the episode so far, as the local environment does. The session
+    outlives the server's process. Resets without a seed take the next :func:`inferencegym.seeds.episode_seed`.
     """
 
     metadata = render.METADATA

@@ -114,10 +114,10 @@ class _Client:
 class InferenceGymHTTP(_Client):
     """One serving episode on a server, over HTTP.
 
-    ``reset`` and ``step`` have the arguments, results and errors of ``InferenceEnv``'s. ``api_key`` is by default read
-    from the environment variable INFERENCEGYM_API_KEY, and ``client_id`` from INFERENCEGYM_CLIENT_ID: a proxy may send
-    clients at one address to different servers by it. ``timeout_s`` bounds one attempt; after a lost answer, a busy
-    server or a restart there are more for ``retry_s``.
+    ``reset`` and ``step`` have the arguments, results and errors of ``InferenceEnv``. ``api_key`` defaults to the
+    environment variable INFERENCEGYM_API_KEY, ``client_id`` to INFERENCEGYM_CLIENT_ID: a proxy can use it to spread
+    clients at one address over servers. ``timeout_s`` limits one attempt. After a lost answer, a busy server or a
+    restart the client tries again for ``retry_s``.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Attempts:
-    """Attempts at one request of a server at ``url``: the first, and more for ``retry_s`` after it failed."""
+    """Attempts at one request to the server at ``url``; after the first failure, more follow for ``retry_s``."""
 
     def __init__(self, url: object, retry_s: float) -> None:
         self.failed = 0
