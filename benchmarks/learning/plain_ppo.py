@@ -1,53 +1,76 @@
-"""Stable-Baselines3's PPO without tuning on the Gymnasium ids that end in ``-v2``.
+"""PPO of other people's libraries, without tuning, on the Gymnasium ids that end in ``-v2``.
 
     python -m benchmarks.learning.plain_ppo                        task 3, a training seed, a million steps
     python -m benchmarks.learning.plain_ppo --task 2 --seeds 5     those of five training seeds that are not stored
+    ... --library sbx                                              SBX instead of Stable-Baselines3
+    ... --library cleanrl --cleanrl ppo.py --task autoscale --envs 4    CleanRL's file, see CLEANRL
 
 Trains ``PPO("MlpPolicy", env)`` in one thread, on one environment or ``--envs`` (rows of a native batch, which steps
 faster than what ``gymnasium.make`` gives). With n of them PPO updates once in n times as many steps. Each run is
 scored on the held-out seeds (the policy's most likely actions) forty times as it trains, which chooses nothing: its
-score is that of the last policy. Results so far go to ``benchmarks/results/plain_ppo.json`` and ``.md`` each time. A
-run that is stored with as many steps is not trained again.
+score is that of the last policy. CleanRL's program makes its own environments (four by default), and is scored when it
+has ended. Results so far go to ``benchmarks/results/plain_ppo.json`` and ``.md`` each time. A run that is stored with
+as many steps is not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
+import os
+import runpy
+import shlex
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 import inferencegym.gym  # noqa: F401 - registers the environments
-from agents.evaluate import compare, gym_scores, interval, paired
+from agents.evaluate import Decide, compare, gym_scores, interval, paired
 from agents.integrations.sb3 import SB3VecEnv
+from agents.protocol import FloatArray
 from agents.seeds import HELD_OUT_SEEDS
 from benchmarks.policies.autoscalers import spread
 from benchmarks.policies.tasks import timetables
+from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import get_task
 from inferencegym.vector_env import registered_id
 
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results" / "plain_ppo.json"
 N_SCORES: Final = 40
 RIVALS: Final = ("heuristic", "best_static", "best_adaptive")
+SCALERS: Final = ("hpa", "planner")
+"""Further rivals on tasks that scale."""
+LIBRARIES: Final = {"sb3": "Stable-Baselines3", "sbx": "SBX", "cleanrl": "CleanRL"}
+CLEANRL: Final = "cleanrl/ppo.py of https://github.com/vwxyzjn/cleanrl, commit e421c2e50b81febf639fced51a69e2602593d50d"
+"""CleanRL's program. It needs ``tyro``, ``torch`` and ``tensorboard``."""
+CLEANRL_SHA256: Final = "d8dfbb7ac0b21e747b77d6e6673e566db4d6cdacc83bcebcd19cf87ad0e459ae"
+
+
+Keep = Callable[[dict[str, Any]], None]
+"""What stores a run so far."""
 
 
 class Scores(BaseCallback):
     """Scores the policy on the held-out seeds as it trains, and gives the run so far to ``keep``."""
 
-    def __init__(self, env_id: str, every: int, keep: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, env_id: str, every: int, keep: Keep, **settings: Any) -> None:
         super().__init__()
-        self._env_id, self._every, self._keep = env_id, every, keep
+        self._env_id, self._every, self._keep, self._settings = env_id, every, keep, settings
         self._curve: list[tuple[int, float]] = []
 
     def _on_training_start(self) -> None:
@@ -62,38 +85,98 @@ class Scores(BaseCallback):
         self._score()
 
     def _score(self) -> None:
-        scores = gym_scores(self._env_id, lambda seen: self.model.predict(seen, deterministic=True)[0])
+        def decide(seen: NDArray[np.float32]) -> NDArray[Any]:
+            return np.asarray(self.model.predict(seen, deterministic=True)[0])
+
+        scores = gym_scores(self._env_id, decide, **self._settings)
         self._curve.append((self.num_timesteps, float(scores.mean())))
         print(f"{self._env_id}: {scores.mean():.3f} after {self.num_timesteps:,} steps", flush=True)
-        self._keep(
-            {
-                "n_envs": self.model.n_envs,
-                "seed": self.model.seed,
-                "steps": self.num_timesteps,
-                "wall_s": time.perf_counter() - self._started,
-                "scores": scores.tolist(),
-                "score": interval(scores).to_dict(),
-                "curve": self._curve,
-            }
-        )
+        wall_s = time.perf_counter() - self._started
+        self._keep(run_of(self.num_timesteps, wall_s, scores, self._curve))
 
 
-def train(task_id: str, n_envs: int, seed: int, steps: int, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Train once; ``keep`` gets the run so far, with its scores, :data:`N_SCORES` times and at the end."""
-    env_id = registered_id(get_task(task_id).gym_id, version=2)
-    envs: Any = gymnasium.make_vec(env_id, num_envs=n_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    model = PPO("MlpPolicy", SB3VecEnv(envs), seed=seed, device="cpu")
-    model.learn(steps, callback=Scores(env_id, steps // N_SCORES, keep))
+def run_of(steps: int, wall_s: float, scores: FloatArray, curve: list[tuple[int, float]]) -> dict[str, Any]:
+    """A run so far; ``scores`` are those of the held-out seeds, ``curve`` has their mean by steps."""
+    return {
+        "steps": steps,
+        "wall_s": wall_s,
+        "scores": scores.tolist(),
+        "score": interval(scores).to_dict(),
+        "curve": curve,
+    }
+
+
+def train(library: str, env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **settings: Any) -> None:
+    """Train PPO of Stable-Baselines3 or SBX once; ``keep`` gets the run :data:`N_SCORES` times and at the end."""
+    envs: Any = gymnasium.make_vec(env_id, num_envs=n_envs, autoreset_mode=AutoresetMode.SAME_STEP, **settings)
+    if library == "sbx":
+        from sbx import PPO as JaxPPO  # another environment has it
+
+        model = JaxPPO("MlpPolicy", SB3VecEnv(envs), seed=seed)
+    else:
+        model = PPO("MlpPolicy", SB3VecEnv(envs), seed=seed, device="cpu")
+    model.learn(steps, callback=Scores(env_id, steps // N_SCORES, keep, **settings))
+
+
+def run_cleanrl(
+    program: Path, more: Sequence[str], env_id: str, n_envs: int, seed: int, steps: int, keep: Keep
+) -> None:
+    """Run CleanRL's program as it is, with ``more`` options; ``keep`` gets the run at the end.
+
+    The program neither scores nor stores its policy, which is left in its variable ``agent``. Its events of
+    TensorBoard go to a temporary folder.
+    """
+    started = time.perf_counter()
+    options = {"--env-id": env_id, "--num-envs": n_envs, "--seed": seed, "--total-timesteps": steps}
+    argv = [os.fspath(program), *(str(word) for option in options.items() for word in option), "--no-cuda", *more]
+    program = program.resolve()
+    with TemporaryDirectory() as folder, contextlib.chdir(folder), arguments(argv):
+        left = runpy.run_path(os.fspath(program), run_name="__main__")
+    wall_s = time.perf_counter() - started
+    scores = gym_scores(env_id, likeliest(left["agent"].actor))
+    print(f"{env_id}: {scores.mean():.3f} after {left['global_step']:,} steps", flush=True)
+    curve = [(left["global_step"], float(scores.mean()))]
+    keep(run_of(left["global_step"], wall_s, scores, curve))
+
+
+@contextlib.contextmanager
+def arguments(argv: list[str]) -> Iterator[None]:
+    """The command line of another program."""
+    before, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def likeliest(actor: Callable[[torch.Tensor], torch.Tensor]) -> Decide:
+    """A policy that takes the likeliest action of a network of logits (B, n)."""
+
+    def decide(seen: NDArray[np.float32]) -> NDArray[Any]:
+        with torch.no_grad():
+            return actor(torch.as_tensor(seen)).argmax(dim=-1).numpy()
+
+    return decide
+
+
+def checked(program: Path | None) -> Path:
+    """CleanRL's program; raises :class:`InvalidConfigError` for another file."""
+    if program is None or hashlib.sha256(program.read_bytes()).hexdigest() != CLEANRL_SHA256:
+        raise InvalidConfigError(f"--cleanrl must be {CLEANRL} (sha256 {CLEANRL_SHA256})", "cleanrl")
+    return program
 
 
 @cache
 def rivals(task_id: str) -> dict[str, list[float]]:
-    """Scores of :data:`RIVALS` on the held-out seeds."""
-    return {e["agent"]: e["scores"] for e in compare(get_task(task_id), list(RIVALS), HELD_OUT_SEEDS)["agents"]}
+    """Scores of the rivals on the held-out seeds."""
+    task = get_task(task_id)
+    names = [*RIVALS, *(SCALERS if task.fleet.max_replicas is not None else ())]
+    return {e["agent"]: e["scores"] for e in compare(task, names, HELD_OUT_SEEDS)["agents"]}
 
 
-def store(task_id: str, run: dict[str, Any]) -> None:
-    """Write results and tables with a run of a task, which replaces the stored one of its training seed."""
+def store(task_id: str, of: dict[str, Any], found: dict[str, Any]) -> None:
+    """Write results and tables with a run so far, which replaces the stored one of the same :func:`key`."""
+    run = {**of, **found}
     results = stored()
     runs = [*(each for each in results.get(task_id, {"runs": []})["runs"] if key(each) != key(run)), run]
     results = dict(sorted({**results, task_id: {"rivals": rivals(task_id), "runs": sorted(runs, key=key)}}.items()))
@@ -101,9 +184,14 @@ def store(task_id: str, run: dict[str, Any]) -> None:
     RESULTS.with_suffix(".md").write_text(report(results), encoding="utf-8")
 
 
-def key(run: dict[str, Any]) -> tuple[int, int]:
-    """Number of environments and training seed, which identify a run of a task."""
-    return run["n_envs"], run["seed"]
+def learner(run: dict[str, Any]) -> tuple[str, str, int]:
+    """Library, settings that are not its own defaults or the id's, and number of environments."""
+    return run["library"], run["settings"], run["n_envs"]
+
+
+def key(run: dict[str, Any]) -> tuple[str, str, int, int]:
+    """Learner and training seed, which identify a run of a task."""
+    return *learner(run), run["seed"]
 
 
 def stored() -> dict[str, Any]:
@@ -114,58 +202,88 @@ def stored() -> dict[str, Any]:
 
 def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
+    names = (*RIVALS, *SCALERS)
     lines = [
         "`python -m benchmarks.learning.plain_ppo`: scores on 30 held-out seeds with 95% intervals. Differences are",
         "those of the mean of the runs, paired by held-out seed. The best timetable observes nothing.",
         "",
-        "| task | environments | runs | mean | lowest to highest run | best timetable | over "
-        + " | over ".join(RIVALS)
+        "| task | learner | environments | runs | steps | mean | lowest to highest run | best timetable | over "
+        + " | over ".join(names)
         + " |",
-        "|" + "---|" * (6 + len(RIVALS)),
+        "|" + "---|" * (8 + len(names)),
     ]
     blind = timetables()
     for task_id, result in results.items():
-        for n_envs, group in groupby(result["runs"], key=lambda run: int(run["n_envs"])):
-            scores = np.array([run["scores"] for run in group])  # (training seeds, held-out seeds)
+        for of, group in groupby(result["runs"], key=learner):
+            runs = list(group)
+            scores = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
             means, mean_of_runs = scores.mean(axis=1), scores.mean(axis=0)
-            over = [paired(mean_of_runs, np.array(result["rivals"][name])).to_dict() for name in RIVALS]
+            over = [
+                spread(paired(mean_of_runs, np.array(result["rivals"][name])).to_dict(), "+")
+                if name in result["rivals"]
+                else "-"
+                for name in names
+            ]
             lines.append(
-                f"| {task_id} | {n_envs} | {len(means)} | {means.mean():.3f} | {means.min():.3f} to {means.max():.3f} "
-                f"| {blind[task_id]['mean']:.3f} | {' | '.join(spread(each, '+') for each in over)} |"
+                f"| {task_id} | {label(of)} | {of[2]} | {len(runs)} | {min(run['steps'] for run in runs):,} "
+                f"| {means.mean():.3f} | {means.min():.3f} to {means.max():.3f} | {blind[task_id]['mean']:.3f} "
+                f"| {' | '.join(over)} |"
             )
     lines += [
         "",
-        "| task | environments | training seed | steps | score | 95% interval | highest on the way | seconds |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | learner | environments | training seed | steps | score | 95% interval | highest on the way "
+        "| seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for task_id, result in results.items():
         for run in result["runs"]:
             score = run["score"]
             at, highest = max(run["curve"], key=lambda point: float(point[1]))
+            on_the_way = f"{highest:.3f} after {at:,}" if len(run["curve"]) > 1 else "-"
             lines.append(
-                f"| {task_id} | {run['n_envs']} | {run['seed']} | {run['steps']:,} | {score['mean']:.3f} "
-                f"| [{score['ci95_low']:.3f}, {score['ci95_high']:.3f}] | {highest:.3f} after {at:,} "
+                f"| {task_id} | {label(learner(run))} | {run['n_envs']} | {run['seed']} | {run['steps']:,} "
+                f"| {score['mean']:.3f} | [{score['ci95_low']:.3f}, {score['ci95_high']:.3f}] | {on_the_way} "
                 f"| {run['wall_s']:.0f} |"
             )
     return "\n".join(lines) + "\n"
 
 
+def label(of: tuple[str, str, int]) -> str:
+    """A learner's name in the tables."""
+    library, settings, _ = of
+    return LIBRARIES[library] + (f", `{settings}`" if settings else "")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--library", choices=LIBRARIES, default="sb3", help="whose PPO (default: sb3)")
+    parser.add_argument("--cleanrl", type=Path, metavar="PATH", help="where CleanRL's ppo.py is")
     parser.add_argument("--task", action="append", help="task id, repeatable (default: 3)")
+    parser.add_argument("--action", default="", help="format of the actions (default: that of the id)")
+    parser.add_argument("--options", default="", help="further options of CleanRL's program, in one word")
     parser.add_argument("--envs", type=int, default=1, help="environments of a run (default 1)")
     parser.add_argument("--seeds", type=int, default=1, help="training seeds per task, from 0 (default 1)")
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps of a run (default 1000000)")
     args = parser.parse_args()
+    if args.library == "cleanrl":
+        if args.action:
+            parser.error("CleanRL's program takes the actions of the id")
+        learn: Callable[..., None] = partial(run_cleanrl, checked(args.cleanrl), shlex.split(args.options))
+    else:
+        if args.options:
+            parser.error("--options are CleanRL's")
+        learn = partial(train, args.library, **({"action": args.action} if args.action else {}))
     torch.set_num_threads(1)
     # Checks of every distribution's arguments: a large part of the time, and without influence on the numbers.
     torch.distributions.Distribution.set_default_validate_args(False)
     for task_id in args.task or ["3"]:
+        env_id = registered_id(get_task(task_id).gym_id, version=2)
         done = {key(run): run["steps"] for run in stored().get(task_id, {"runs": []})["runs"]}
         for seed in range(args.seeds):
-            if done.get((args.envs, seed), 0) < args.steps:
-                train(task_id, args.envs, seed, args.steps, partial(store, task_id))
+            run = {"library": args.library, "settings": args.options or args.action, "n_envs": args.envs, "seed": seed}
+            if done.get(key(run), 0) < 0.99 * args.steps:  # CleanRL stops before a batch that would exceed the steps
+                learn(env_id, args.envs, seed, args.steps, partial(store, task_id, run))
     print(report(stored()))
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from agents.episodes import run_episodes
-from agents.evaluate import evaluate, paired
+from agents.evaluate import evaluate, gym_scores, paired
 from agents.integrations.sb3 import SB3VecEnv
 from agents.policies.autoscalers import ReplicaPlan
 from agents.policies.constant import ConstantAgent
@@ -123,8 +123,8 @@ def test_ppo_without_tuning_keeps_the_run_so_far_and_does_not_repeat_a_complete_
     monkeypatch.setattr(sys, "argv", ["plain_ppo", "--task", "1", "--steps", "2000"])
     so_far: list[int] = []
 
-    def store(task_id: str, run: dict[str, Any]) -> None:
-        kept(task_id, run)
+    def store(*run: Any) -> None:
+        kept(*run)
         so_far.append(plain_ppo.stored()["1"]["runs"][0]["steps"])
 
     kept = plain_ppo.store
@@ -135,6 +135,37 @@ def test_ppo_without_tuning_keeps_the_run_so_far_and_does_not_repeat_a_complete_
     [run] = plain_ppo.stored()["1"]["runs"]
     assert [step for step, _ in run["curve"]] == so_far
     assert run["curve"][-1][1] == pytest.approx(np.mean(run["scores"]))
+
+
+def test_cleanrls_program_is_run_with_its_options_and_its_agent_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "ppo.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "if __name__ == '__main__':\n"
+        "    Path('events').touch()\n"
+        "    class agent:\n"
+        "        actor = staticmethod(lambda seen: torch.tensor([[0.0, 0.1, 2.0, 1.9, -1.0]] * len(seen)))\n"
+        "    global_step = 7\n"
+        f"    Path({str(tmp_path / 'argv')!r}).write_text(' '.join(sys.argv))\n",
+        encoding="utf-8",
+    )
+    runs: list[dict[str, Any]] = []
+    env_id = "InferenceGym/AutoscaledChat-v2"
+    before = list(sys.argv), Path.cwd()
+    plain_ppo.run_cleanrl(program, ["--num-steps", "9"], env_id, 4, 3, 1000, runs.append)
+    assert (list(sys.argv), Path.cwd()) == before
+    assert not Path("events").exists()
+    assert (tmp_path / "argv").read_text(encoding="utf-8") == (
+        f"{program} --env-id {env_id} --num-envs 4 --seed 3 --total-timesteps 1000 --no-cuda --num-steps 9"
+    )
+    three = gym_scores(env_id, lambda seen: np.full(len(seen), 2))  # the likeliest of the logits
+    assert runs[0]["scores"] == three.tolist()
+    assert runs[0]["curve"] == [(7, pytest.approx(three.mean()))]
+    with pytest.raises(InvalidConfigError, match="sha256 d8dfbb7a"):
+        plain_ppo.checked(program)
 
 
 def test_the_adapter_tells_the_grade_of_every_ended_episode() -> None:
