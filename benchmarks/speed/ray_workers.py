@@ -106,7 +106,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"`python -m benchmarks.speed.ray_workers`: {machine['cpus']} processors, Python {machine['python']}, load "
         f"{machine['load']:.1f} at the time; medians, all contenders in turns. Task {TASK}, {ROWS} episodes per actor.",
         "",
-        "| fragments of | played by | steps/s | to one actor | to in process | CPU, us/step |",
+        "| fragments of | runs on | steps/s | times one actor | times in process | CPU, us/step |",
         "|---|---|---|---|---|---|",
     ]
     for min_steps, found in report["found"].items():
