@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="fewest replicas of a plan; with 2, one may fail (default 1)",
+        help="minimum number of replicas; with 2, one may fail (default 1)",
     )
     parser.add_argument(
         "--router",

@@ -277,7 +277,7 @@ class MetricsSnapshot:
     ttft_p99_ms: Annotated[float, pydantic.Field(description="99th percentile of the same (ms)")]
     tpot_ms: Annotated[float, pydantic.Field(description="time per output token of a running request (ms)")]
     tokens_per_sec: Annotated[float, pydantic.Field(description="output tokens per second of the whole fleet")]
-    gpu_memory_gb: Annotated[float, pydantic.Field(description="memory in use on one replica (decimal GB)")]
+    gpu_memory_gb: Annotated[float, pydantic.Field(description="memory in use on one card of a replica (decimal GB)")]
     cost_per_1k: Annotated[float, pydantic.Field(description="normalised cost per 1,000 output tokens")]
     spec_accept_rate: Annotated[float, pydantic.Field(description="accepted draft tokens / drafted tokens")]
     eviction_events: Annotated[int, pydantic.Field(description="preempted requests (requests)")]

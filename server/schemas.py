@@ -173,14 +173,14 @@ class GradeAnswer(BaseModel):
 
 
 class HealthAnswer(BaseModel):
-    """Answer of GET /health; that of the traffic controller is ``{"status": "ok"}``, as its document has it."""
+    """Answer of GET /health; the traffic controller answers ``{"status": "ok"}``, as its specification requires."""
 
     status: str
     active_sessions: int | Absent = Field(default=None, description="environments in memory")
     uptime_s: float | Absent = None
     version: str | Absent = None
     store: str | Absent = Field(default=None, description="kind of the session store")
-    store_damage: str | Absent = Field(default=None, description="what of the store was damaged and set aside")
+    store_damage: str | Absent = Field(default=None, description="damaged parts of the store, which were set aside")
     table_sha256: str | None = Field(default=None, description="digest of the lookup table")
     store_error: str | Absent = Field(default=None, description="with status 503: the error of the store")
 
@@ -225,7 +225,7 @@ class Policy(BaseModel):
 
     name: str
     description: str
-    stored: Annotated[bool, Field(description="found for this task: it does not play other traffic")]
+    stored: Annotated[bool, Field(description="searched or trained for this task: it cannot play other traffic")]
 
 
 class PoliciesAnswer(BaseModel):

@@ -82,14 +82,14 @@ class Settings(BaseModel):
     durability: Literal["full", "process", "none"] = Field(
         "process",
         description="What an acknowledged step survives with SQLite. full: power loss (one fsync per step). process: "
-        "kill -9 of the server; after a power loss the last moments before it may be missing, the file stays sound. "
+        "kill -9 of the server; a power loss may lose the last moments, but does not damage the file. "
         "none: as process, but a power loss may damage the file.",
     )
     store_timeout_s: float = Field(
         5.0, ge=0.05, le=60, description="Longest wait for the store before a request is answered with 503."
     )
     session_ttl_s: int = Field(
-        86_400, ge=1, le=31_536_000, description="Seconds after its last step that a session is forgotten."
+        86_400, ge=1, le=31_536_000, description="A session is deleted this many seconds after its last step."
     )
     max_sessions: int = Field(
         20_000,
@@ -115,7 +115,7 @@ class Settings(BaseModel):
         200_000,
         ge=100,
         le=1_000_000_000,
-        description="Seconds of all environments held in memory per process: bounds memory where episodes are long.",
+        description="Seconds played by all environments in memory per process: limits memory when episodes are long.",
     )
     max_concurrent_envs: int = Field(
         256,
@@ -144,7 +144,7 @@ class Settings(BaseModel):
     )
     trusted_proxies: Annotated[tuple[Network, ...], Allowed("addresses or networks, or *")] = Field(
         (),
-        description="Comma-separated addresses or networks whose X-Forwarded-For is believed; * believes every peer.",
+        description="Comma-separated addresses or networks whose X-Forwarded-For is trusted; * trusts every peer.",
     )
     allowed_hosts: Annotated[tuple[str, ...], Allowed("host names without ports, or *.example.com")] = Field(
         (),
@@ -153,8 +153,8 @@ class Settings(BaseModel):
     )
     cors: Literal["read", "all", "off"] = Field(
         "read",
-        description="What pages of other origins may do: read (GET), all (GET, POST and WebSockets) or nothing. "
-        "More than that is refused with 403.",
+        description="What pages of other origins may do. read: GET. all: GET, POST and WebSockets. off: nothing. "
+        "Other requests are refused with 403.",
     )
     frame_ancestors: str = Field(
         "'self' https://huggingface.co https://*.hf.space",
@@ -165,8 +165,8 @@ class Settings(BaseModel):
         268_435_456,
         ge=67_108_864,
         le=1_099_511_627_776,
-        description="Bytes of bodies being received and answers being sent that a process holds at once; beyond them "
-        "requests get 503. One client may hold a quarter, or 64 MiB, and gets 429. Those up to 64 KiB are not counted.",
+        description="Bytes of bodies and answers that a process holds at once; requests beyond it get 503. One client "
+        "may hold a quarter, at least 64 MiB, and then gets 429. Bodies and answers up to 64 KiB are not counted.",
     )
     batch_sessions: int = Field(
         16,
@@ -179,7 +179,7 @@ class Settings(BaseModel):
         1_000_000,
         ge=5_000,
         le=1_000_000_000,
-        description="Episodes times their length over all batch sessions of a process, of which one client may have "
+        description="Sum of episodes x length over all batch sessions of a process, of which one client may have "
         "three quarters; each takes 200 bytes of memory.",
     )
     transfer_timeout_s: float = Field(

@@ -43,7 +43,7 @@ def _log_entry_schema() -> dict[str, Any]:
         "properties": {
             "timestep": {"type": "integer", "minimum": 1},
             "action": plain_schema(RolloutAction),
-            "reward": {"description": "counts when the log is verified"},
+            "reward": {"description": "compared with the replay when the log is verified"},
             "metrics": {"type": "object", "properties": _numbers(SCORED), "required": list(SCORED)},
         },
         "required": ["timestep", "action", "metrics"],

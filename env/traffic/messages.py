@@ -63,7 +63,7 @@ def log_entry_schema() -> dict[str, Any]:
     entry = {
         "timestep": step,
         "action": {"anyOf": [action["properties"]["action"], action]},
-        "reward": {"description": "counts when the log is verified"},
+        "reward": {"description": "compared with the replay when the log is verified"},
         "metrics": {"type": "object", "properties": scored, "required": list(scored)},
     }
     answer = {

@@ -156,7 +156,7 @@ class BatchStepRequest(Message):
     actions: Annotated[list[_Rows], Field(min_length=1, fail_fast=True, description="[step][episode][knob]")]
     repeat: Annotated[
         Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None,
-        Field(description="hold actions of one step for so many steps"),
+        Field(description="repeat the actions of a single step for this many steps"),
     ] = None
     last: Annotated[bool, Field(description="only the last observations")] = False
     step: Annotated[

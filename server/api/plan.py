@@ -33,7 +33,9 @@ class PlanRequest(LogRequest):
     ]
     share_met: Annotated[
         Annotated[float, Field(ge=0.5, le=0.9999)] | None,
-        Field(description="share of first tokens within the objective; by default that of its percentile"),
+        Field(
+            description="share of requests whose first token must be in time (default: 0.99 for ttft_p99, and so on)"
+        ),
     ] = None
     windows_met: Annotated[
         Annotated[float, Field(gt=0, le=1)] | None,
@@ -41,7 +43,9 @@ class PlanRequest(LogRequest):
     ] = None
     model: Annotated[
         Annotated[str, Field(min_length=1, max_length=200)] | None,
-        Field(description="model to serve, such as llama-3.1-8b; required if the hardware has tables of several"),
+        Field(
+            description="model to serve, such as llama-3.1-8b; required if the hardware has tables of several models"
+        ),
     ] = None
     hardware: Annotated[
         Annotated[list[Literal[*hardware_names()]], Field(min_length=1)] | None,  # type: ignore[valid-type]
@@ -55,10 +59,11 @@ class PlanRequest(LogRequest):
         Literal["auto", "fp8"] | None, Field(description="precision of the KV cache; by default that of the tables")
     ] = None
     replicas_min: Annotated[
-        Annotated[int, Field(ge=1, le=256), WHOLE] | None, Field(description="fewest replicas of a plan (default 1)")
+        Annotated[int, Field(ge=1, le=256), WHOLE] | None, Field(description="minimum number of replicas (default 1)")
     ] = None
     router: Annotated[
-        Router | None, Field(description="one queue for all replicas (default shared), or a router to a queue of each")
+        Router | None,
+        Field(description="shared (default): one queue for all replicas; others: a router with a queue per replica"),
     ] = None
     prices: Annotated[
         PriceList | None, Field(description="prices per GPU hour by card; without them, plans are ordered by GPUs")
