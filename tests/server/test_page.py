@@ -1052,7 +1052,17 @@ def test_a_mistake_in_the_plan_is_told_in_the_words_of_the_form(
             "Columns of the log: 'soon' is not allowed: it must be pairs of a quantity and its",
         ),
         ("Only rows with", "soon", "Only rows with: 'soon' is not allowed: it must be a column and the values to keep"),
-        ("Only rows with", "prompt_tokens=7", "log.csv: holds no requests with prompt_tokens=7"),
+        (
+            "Only rows with",
+            "prompt_tokens=7",
+            "log.csv: holds no requests with prompt_tokens=7. What to do: change it in the form.",
+        ),
+        (
+            "Columns of the log",
+            "arrival=when",
+            "log.csv: no column 'when' for arrival; there are arrival_s, prompt_tokens, output_tokens. "
+            "What to do: change it in the form.",
+        ),
     ],
 )
 def test_the_server_refuses_how_a_log_is_read_in_the_words_of_the_form(
@@ -1064,6 +1074,37 @@ def test_the_server_refuses_how_a_log_is_read_in_the_words_of_the_form(
     page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\n1,10,10\n")
     page.get_by_label(label).fill(value)
     page.get_by_role("button", name="Make a plan").click()
+    expect(page.get_by_role("alert")).to_contain_text(said, timeout=PATIENCE_MS)
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "when,in_toks,generated\n0,10,10\n",
+            "name them under Columns of the log: arrival=COLUMN,prompt=COLUMN,output=COLUMN. "
+            "What to do: change it in the form.",
+        ),
+        (
+            "time,prompt_tokens,output_tokens\n0,10,10\n90,10,10\n500,10,10\n",
+            "Name the unit under Columns of the log: arrival=time:ms or arrival=time:s. "
+            "What to do: change it in the form.",
+        ),
+        (
+            "t,model,prompt_tokens,output_tokens\n0,a,10,10\n1,b,10,10\n",
+            "choose a model under Only rows with: model=NAME, or several that one fleet serves under Only rows with: "
+            "model=NAME,NAME. What to do: change it in the form.",
+        ),
+        ("t,prompt_tokens,output_tokens\n0,ten,10\n", "is not a number. What to do: correct the file"),
+    ],
+    ids=["columns", "unit", "models", "file"],
+)
+def test_a_refused_log_says_whether_to_change_the_form_or_the_file(visit: Visit, log: str, said: str) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("trace")
+    page.locator("#panel-trace textarea").fill(log)
+    page.get_by_role("button", name="Compare policies").click()
     expect(page.get_by_role("alert")).to_contain_text(said, timeout=PATIENCE_MS)
 
 

@@ -42,15 +42,20 @@ export class LogBox extends DropBox {
 
 const IN_THE_FORM = [
   ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["--replicas-min 2", "Replicas, at least: 2"], ["Without --drafts they are left out", "With none they are left out"],
+  ["the unit: columns ", "the unit under Columns of the log: "], [" or columns arrival=", " or arrival="], ["with filter ", "under Only rows with: "],
   ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];
 
 /** A text of the server with the labels of the form in place of fields and options. */
 export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => told.replaceAll(name, label), text);
 
+// What a message about a log says if the form is to be changed, not the file.
+const FORM_NOT_FILE = / from second |Columns of the log|Only rows with|: no column '|: holds no requests with /;
+
 /** An alert with an error of a form, or of the API in the form's words; `box` has the log that it is about. */
 export function refusal({ message, code = "", next }, box) {
-  return problem({ message: inTheForm(message).replaceAll(box.body.name, box.name).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || message.includes(" from second ") ? "change it in the form" : next });
+  const told = inTheForm(message);
+  return problem({ message: told.replaceAll(box.body.name, box.name).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || FORM_NOT_FILE.test(told) ? "change it in the form" : next });
 }
 
 /** A part of a result that is folded up. */
