@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cli import seed_count
 
 if TYPE_CHECKING:
-    from grader.leaderboard import Standing, Submission
+    from env.leaderboard import Standing, Submission
 
 EPILOG = """BOARD is JSON Lines, one episode per line: format, family, task, agent, seed, score, release, table_sha256,
 constants_sha256 (the task's definition and calibration) and the actions. A submission is a log (see `inferencegym
@@ -95,7 +95,7 @@ def _submitted(args: argparse.Namespace) -> Iterator[tuple[str, Submission]]:
 
 def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]]:
     from env.episode_files import read_episodes, simulator, verify_episode
-    from grader.leaderboard import Submission, checked_name
+    from env.leaderboard import Submission, checked_name
     from inferencegym.errors import DataFormatError, ForgedLogError
 
     if agent is None:
@@ -125,8 +125,8 @@ def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[
     from agents.seeds import held_out_seeds
     from env.episode_files import simulator
     from env.families import family_of
-    from grader.leaderboard import Submission, checked_name
-    from grader.verify import replayed_score
+    from env.leaderboard import Submission, checked_name
+    from env.verify import replayed_score
 
     load_own_agents([agent_name])
     for task_id in task_ids:
@@ -157,7 +157,7 @@ def _append(board: Path, new: Sequence[Submission]) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     from agents.seeds import held_out_seeds
-    from grader.leaderboard import rank
+    from env.leaderboard import rank
     from inferencegym.errors import DataFormatError, InferenceGymError
 
     refused: list[dict[str, str]] = []
@@ -208,7 +208,7 @@ def _print_text(standings: dict[tuple[str, str], list[Standing]], refused: list[
 
 def _read_board(path: Path) -> Iterator[tuple[str, Submission]]:
     from env.episode_files import read_json
-    from grader.leaderboard import Submission
+    from env.leaderboard import Submission
     from inferencegym.errors import DataFormatError
 
     for place, value in read_json(path):
@@ -231,7 +231,7 @@ def _replayed(submission: Submission) -> Submission:
     """Replay a submission and return it with the replayed score; ForgedLogError or DataFormatError if it is refused."""
     from env.episode_files import simulator
     from env.families import family_of
-    from grader.leaderboard import replay_submission
+    from env.leaderboard import replay_submission
 
     family = family_of(submission.task_id, submission.family)
     return replay_submission(submission, simulator(family, submission.task_id), family)

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from env.families import family_of
 from env.family import Entry, EpisodeEnv, Family, Grade
-from grader.leaderboard import IDENTITY, UNNAMED, Simulator, read_simulator
-from grader.verify import RELATIVE_TOLERANCE, verify_log
+from env.leaderboard import IDENTITY, UNNAMED, Simulator, read_simulator
+from env.verify import RELATIVE_TOLERANCE, verify_log
 from inferencegym import __version__
 from inferencegym.errors import DataFormatError, ForgedLogError, short_repr
 from inferencegym.messages import parse_json

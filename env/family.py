@@ -222,7 +222,7 @@ class Family:
     default_task: TaskId
     grade: Callable[[TaskId, Sequence[Entry]], Grade]
     constants: Callable[[TaskId], Mapping[str, Any]]
-    """Everything on which a task's numbers depend, besides release and table, for the digest of :mod:`grader.verify`.
+    """Everything on which a task's numbers depend, besides release and table, for the digest of :mod:`env.verify`.
     """
     check_config: Callable[[TaskId, Mapping[str, Any] | None], object]
     """The task's configuration with these settings, equal where scores can be compared. Raises UnknownTaskError or

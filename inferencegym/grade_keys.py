@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from inferencegym.errors import MISSING
 from inferencegym.messages import Allowed, FieldError, Message
 from inferencegym.models import MAX_REPLICAS
-
-if TYPE_CHECKING:
-    from inferencegym.task_files import TaskEntry
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ObjectiveMs = Annotated[float, Field(ge=1, le=1e6)]
@@ -32,8 +29,8 @@ class GradeKeys(Message):
 
     kind: str
 
-    def check_task(self, task: TaskEntry) -> None:
-        """Raise FieldError if the rest of the task's entry does not fit this grade."""
+    def check_replicas(self, max_replicas: int | None) -> None:
+        """Raise FieldError if a task of at most so many replicas (None: it does not scale) does not fit this grade."""
 
 
 class Throughput(GradeKeys):
@@ -92,11 +89,11 @@ class Autoscaling(GradeKeys):
     least_replicas: Annotated[float, Field(ge=1, le=MAX_REPLICAS)]
     changes_limit: Annotated[float, Field(ge=1, le=1e6)]
 
-    def check_task(self, task: TaskEntry) -> None:
+    def check_replicas(self, max_replicas: int | None) -> None:
         """Raise FieldError unless ``max_replicas`` is above ``least_replicas``."""
-        if task.max_replicas is None:
+        if max_replicas is None:
             raise FieldError("max_replicas", MISSING, "the most replicas, which the autoscaling grade needs")
-        if self.least_replicas >= task.max_replicas:
+        if self.least_replicas >= max_replicas:
             raise FieldError("grade.least_replicas", self.least_replicas, "less than max_replicas")
 
 

@@ -294,7 +294,7 @@ class TaskEntry(Message):
         self._require_stages()
         if self.max_replicas is not None:
             self._require_order("n_replicas", "max_replicas")
-        self.grade.check_task(self)
+        self.grade.check_replicas(self.max_replicas)
         if self.day is not None and self.trace is not None:
             raise FieldError("day", "given", "left out with a trace, which determines the load")
         if self.random_load is not None and (self.day is not None or self.trace is not None or self.burst_enabled):

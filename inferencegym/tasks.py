@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, UnknownTaskError, did_you_mean, refusal, short_repr
 from inferencegym.installation import room_folder
@@ -33,9 +33,6 @@ from inferencegym.task_files import (
 )
 from inferencegym.task_files import Day as DayEntry
 from inferencegym.task_registry import gym_id_of, load_entries, read_entry, task_registry
-
-if TYPE_CHECKING:
-    from simulator.load.requests import RequestLog
 
 TaskId = int | str
 
@@ -238,8 +235,8 @@ class TaskSpec:
     """File of a recorded trace (packed, relative to the task file) that replaces drawn arrivals and lengths."""
     trace_speed: float = 1.0
     """How many times faster than recorded the requests of the trace arrive."""
-    log: RequestLog | None = field(default=None, repr=False)
-    """Requests in memory that replace drawn ones, played once from their first second: a user's own log."""
+    log: object | None = field(default=None, repr=False)
+    """Requests in memory (the simulator's RequestLog) that replace drawn ones, played once: a user's own log."""
     recorded: bool = field(default=False)
     hidden: bool = False
     """Whether task lists leave it out by default, like the tasks of recorded traffic."""

@@ -529,7 +529,7 @@ class _Card:
 
     def _tokens_at(self, objective: Objective) -> float:
         """The objective's statistic of the output tokens of a request."""
-        assert self._searched.log is not None
+        assert isinstance(self._searched.log, RequestLog)
         outputs = self._searched.log.output_tokens
         return float(np.quantile(outputs, objective.share) if objective.share else outputs.mean())
 

@@ -288,7 +288,7 @@ def settings() -> str:
 
 def metrics() -> str:
     """What GET /metrics reports."""
-    from server.net.metrics import METRICS
+    from server.metrics import METRICS
 
     lines = ["| metric | type | meaning |", "|---|---|---|"]
     return "\n".join(

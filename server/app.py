@@ -29,13 +29,13 @@ from server.api.openapi import install_openapi
 from server.api.route import Steps
 from server.api.routes import http_routes
 from server.context import Context
+from server.metrics import Metrics, background
 from server.middleware import Cors, Guard, RequestLog, proxies_of
 from server.net.buffers import BoundedBuffers
 from server.net.cpu import CpuBudget
 from server.net.jobs import Jobs
 from server.net.limits import Limits
 from server.net.logs import logging_config
-from server.net.metrics import Metrics, background
 from server.net.problems import install_problem_handlers
 from server.openenv import openenv_routes
 from server.sessions.manager import SessionManager

@@ -8,10 +8,10 @@ from starlette.types import Scope
 
 from env.families import SERVING
 from env.family import Family
+from server.metrics import Metrics
 from server.net.cpu import CpuBudget
 from server.net.jobs import Jobs
 from server.net.limits import Limits, caller_of
-from server.net.metrics import Metrics
 from server.sessions.manager import SessionManager
 from server.settings import Settings
 

@@ -20,11 +20,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError, short_text
+from server.metrics import Metrics
 from server.net.cpu import PAYER, CpuBudget
 from server.net.json_io import SESSION_KEY
 from server.net.limits import Limits
 from server.net.logs import traceback_text, write_line
-from server.net.metrics import Metrics
 from server.net.problems import failure_reply, problem_reply
 from server.settings import Settings
 

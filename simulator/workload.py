@@ -24,7 +24,7 @@ from simulator.load.synthetic import SyntheticLoad
 
 def load_source(task: TaskSpec, tables: ServingTables) -> LoadSource:
     """Load source of a task on a table, built once: a log in memory, a recorded trace, or a synthetic load."""
-    if task.log is not None:
+    if isinstance(task.log, RequestLog):
         return _recorded(task.log, tables, task.classes, once=True)
     if task.trace is not None:
         return _recorded(_trace_log(task.trace, task.trace_speed), tables, task.classes, once=False)

@@ -14,7 +14,7 @@ from typing import Final
 
 from env.families import FAMILIES
 from env.family import EpisodeRecord, Family, Grade
-from grader.verify import verify_log
+from env.verify import verify_log
 from inferencegym.errors import InferenceGymError
 from ops.worker import confine, error_parts, serve
 from server.net.errors import InvalidRequestError

@@ -19,7 +19,7 @@ from server.api.route import Route, Routes
 from server.api.shadow import ShadowRoutes
 from server.api.web import web_routes
 from server.context import Context
-from server.net.metrics import MEDIA_TYPE
+from server.metrics import MEDIA_TYPE
 
 OWN_ROUTES: Final[Mapping[str, tuple[type[Routes], ...]]] = {SERVING: (BatchRoutes, ShadowRoutes, PlanRoutes)}
 """Further endpoints of single families."""

@@ -42,7 +42,6 @@ from inferencegym.tasks import TaskId
 from server.net.cpu import on_thread
 from server.net.errors import InvalidRequestError
 from server.net.jobs import Elsewhere, JobRefusedError
-from server.net.metrics import COUNTERS
 from server.sessions.quota import UnfinishedQuota
 from server.sessions.session import Session, new_session_id
 from server.sessions.store import SessionStore, StoredEpisode
@@ -58,6 +57,17 @@ LONG_S: Final = 300
 """Replays of more simulated seconds than this are charged, and longer episodes start on a thread: either takes some
 milliseconds.
 """
+COUNTERS: Final[Mapping[str, str]] = {
+    "resets": "Episodes started",
+    "steps": "Steps played",
+    "repeated_answers": "Steps sent again and answered as before",
+    "conflicts": "Steps refused because another action was accepted for them",
+    "replays": "Environments rebuilt from their records",
+    "replayed_steps": "Steps played again to rebuild environments",
+    "evictions": "Environments dropped from memory to make room; their records stay",
+    "store_errors": "Requests and upkeep that the session store could not serve",
+}
+"""What :class:`SessionManager` counts."""
 WITHOUT_ACTIONS: Final = 2**31 - 1
 """Index of the first action to read when only a record's start is needed: larger than any."""
 MAX_ATTEMPTS: Final = 50

@@ -21,8 +21,8 @@ from env.inference_env import InferenceEnv
 from env.reference import ReferenceFleet
 from env.serving.family import FAMILY
 from env.vector import VectorInferenceEnv
+from env.verify import verify_log
 from grader.kinds.autoscaling import gpu_cost
-from grader.verify import verify_log
 from inferencegym.batch_format import BatchSteps, decode_request, encode_request
 from inferencegym.errors import ForgedLogError, InvalidActionError, InvalidConfigError
 from inferencegym.models import OBSERVATION_FIELDS, PHASES, SCALING_FIELDS, ServeAction

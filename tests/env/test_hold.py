@@ -26,8 +26,8 @@ from env.episode_files import saved
 from env.families import FAMILIES
 from env.inference_env import InferenceEnv
 from env.log import over_steps
+from env.verify import verify_log
 from grader.grader import GraderModule
-from grader.verify import verify_log
 from inferencegym.client import InferenceGymBatch, InferenceGymEnv, InferenceGymHTTP
 from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidConfigError, MalformedLogError
 from inferencegym.models import NAIVE_ACTION, MetricsSnapshot, ServeAction

@@ -19,7 +19,7 @@ from env.families import FAMILIES, family_of
 from env.rollouts.agents import POLICIES, make_controller, scores
 from env.rollouts.env import RolloutEnv
 from env.rollouts.tasks import RolloutConfig, draw_workload, get_rollout_task, rollout_tasks
-from grader.verify import verify_log
+from env.verify import verify_log
 from inferencegym.errors import (
     EpisodeDoneError,
     InvalidActionError,

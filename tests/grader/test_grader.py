@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from env.batch import ServingBatch
 from env.serving.family import describe_task
+from env.verify import compare_entries
 from grader.episode import GRADED_METRICS, MAX_LOG_STEPS, Episode, Scored, read_log
 from grader.grader import GraderModule, grade_episode
 from grader.kinds import RULES
 from grader.kinds.four_term import action_variance
 from grader.rule import GradeRule, step_shares
-from grader.verify import compare_entries
 from inferencegym.errors import ForgedLogError, MalformedLogError, UnknownTaskError
 from inferencegym.grade_keys import GradeKeys
 from inferencegym.tasks import Calibration, TaskSpec, get_calibration, get_task, list_tasks

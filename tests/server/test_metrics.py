@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from server.app import create_app
+from server.metrics import BUCKETS_S, COUNTERS, METRICS, Metrics, resident_bytes
 from server.net.jobs import Jobs
-from server.net.metrics import BUCKETS_S, COUNTERS, METRICS, Metrics, resident_bytes
 from server.settings import Settings
 from tests.servers import running_server
 

@@ -24,10 +24,10 @@ import orjson
 from env.families import FAMILIES, SERVING
 from inferencegym import __version__
 from inferencegym.files import is_running
+from server.sessions.manager import COUNTERS, SessionManager
 
 if TYPE_CHECKING:
     from server.net.jobs import Jobs
-    from server.sessions.manager import SessionManager
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -36,17 +36,6 @@ OTHER: Final = "other"
 """Label of paths that are not routes, so that clients cannot create labels."""
 SHARE_EVERY_S: Final = 1.0
 
-COUNTERS: Final[Mapping[str, str]] = {
-    "resets": "Episodes started",
-    "steps": "Steps played",
-    "repeated_answers": "Steps sent again and answered as before",
-    "conflicts": "Steps refused because another action was accepted for them",
-    "replays": "Environments rebuilt from their records",
-    "replayed_steps": "Steps played again to rebuild environments",
-    "evictions": "Environments dropped from memory to make room; their records stay",
-    "store_errors": "Requests and upkeep that the session store could not serve",
-}
-"""Counters of :class:`~server.sessions.manager.SessionManager`."""
 GAUGES: Final[Mapping[str, str]] = {
     "active_sessions": "Environments in memory",
     "held_steps": "Log entries (seconds) of the environments in memory",

@@ -12,7 +12,7 @@ from cli.main import main
 from env.episode_files import constants_sha256
 from env.families import FAMILIES
 from env.inference_env import InferenceEnv
-from grader.leaderboard import MAX_NAME, Simulator, Submission, checked_name, rank
+from env.leaderboard import MAX_NAME, Simulator, Submission, checked_name, rank
 from inferencegym import __version__
 from inferencegym.errors import DataFormatError
 from simulator.hardware.tables import load_tables

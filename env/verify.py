@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from env.family import EpisodeEnv, Family
 from grader.episode import refuse_held
 from inferencegym.errors import (
     EpisodeDoneError,
@@ -19,9 +20,6 @@ from inferencegym.errors import (
     short_text,
 )
 from inferencegym.tasks import TaskId
-
-if TYPE_CHECKING:
-    from env.family import EpisodeEnv, Family
 
 RELATIVE_TOLERANCE: Final = 1e-6
 """Tolerance for a log from another processor, where the last bit of exp and log may differ; steps amplify this (1e-8

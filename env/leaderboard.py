@@ -24,14 +24,12 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from grader.verify import RELATIVE_TOLERANCE, replayed_score
+from env.family import Family
+from env.verify import RELATIVE_TOLERANCE, replayed_score
 from inferencegym.errors import DataFormatError, ForgedLogError
 from inferencegym.tasks import TaskId
-
-if TYPE_CHECKING:
-    from env.family import Family
 
 FORMAT: Final = 1
 MAX_NAME: Final = 64
