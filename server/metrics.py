@@ -17,17 +17,15 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from env.families import FAMILIES, SERVING
 from inferencegym import __version__
 from inferencegym.files import is_running
+from server.net.jobs import Jobs
 from server.sessions.manager import COUNTERS, SessionManager
-
-if TYPE_CHECKING:
-    from server.net.jobs import Jobs
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
