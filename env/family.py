@@ -271,6 +271,22 @@ class Family:
             found[TEST if task.recorded else TRAIN].append(task)
         return {split: tasks for split, tasks in found.items() if tasks}
 
+    def specs(self, split: str) -> list[dict[str, Any]]:
+        """Tasks of a split for OpenEnv's Task API; an unknown split has none.
+
+        With the keys of OpenEnv's RFC 013: ``split``, ``index`` and ``difficulty``, a number, higher for harder tasks.
+        That is ``measured_difficulty``, left out where nothing was measured; the word of GET /tasks is ``level`` here.
+        """
+        specs = [
+            {**task.description, "split": split, "index": i} for i, task in enumerate(self.splits().get(split, []))
+        ]
+        for spec in specs:
+            if isinstance(spec.get("difficulty"), str):
+                spec["level"] = spec.pop("difficulty")
+            if (measured := spec.get("measured_difficulty")) is not None:
+                spec["difficulty"] = measured
+        return specs
+
     def task_at(self, split: str, index: int) -> TaskEntry:
         """The task at a place of a split, counted from 0. Raises InvalidConfigError."""
         found = self.splits()

@@ -253,6 +253,7 @@ class TaskEntry(Message):
     grade: Grade = FourTerm(kind="four_term", weights=[0.4, 0.3, 0.2, 0.1])
     expected_baseline: _ScoreRange | None = None
     adaptive_gap: Annotated[float, Field(ge=-1, le=1)] | None = None
+    measured_difficulty: Annotated[float, Field(ge=0, le=1)] | None = None
     # Recorded traffic, and constants measured with it
     trace: str | None = None
     trace_speed: Annotated[float, Field(ge=0.01, le=1000)] = 1.0

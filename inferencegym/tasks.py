@@ -227,6 +227,8 @@ class TaskSpec:
     expected_baseline: tuple[float, float] | None = None
     adaptive_gap: float | None = None
     """Gain of the best policy that observes over the best constant, as ``inferencegym quality`` reports it."""
+    measured_difficulty: float | None = None
+    """One minus the score of vLLM's defaults in the same report: 0 is a task that they solve, 1 one where they fail."""
     day: Day | None = None
     draft_acceptance: tuple[AcceptanceStage, ...] = ()
     """Acceptance of drafts by class and time, which replaces the measured one; empty: as measured."""
@@ -384,6 +386,7 @@ def _task_on(user_files: str, own: str, hardware: str) -> TaskSpec:
         hardware=hardware,
         expected_baseline=None,
         adaptive_gap=None,
+        measured_difficulty=None,
         calibration=None,
         calibration_file=str(HARDWARE_CALIBRATION_FILE if shipped else constants),
     )
@@ -474,6 +477,7 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         episode_length=entry.episode_length,
         expected_baseline=entry.baseline_range(),
         adaptive_gap=entry.adaptive_gap,
+        measured_difficulty=entry.measured_difficulty,
         day=None if entry.day is None else _day(entry.day),
         draft_acceptance=tuple(
             AcceptanceStage(stage.from_step, tuple(per_class(stage.rate))) for stage in entry.draft_acceptance or ()
@@ -641,7 +645,8 @@ def _calibrations(path: str, version: int) -> dict[str, Measured]:
 
 _NOT_MEASURED: Final[dict[str, Any]] = {
     **dict.fromkeys(("task_id", "name", "gym_id", "difficulty", "description"), ""),
-    **dict.fromkeys(("expected_baseline", "adaptive_gap", "trace", "log", "calibration", "calibration_file")),
+    **dict.fromkeys(("expected_baseline", "adaptive_gap", "measured_difficulty")),
+    **dict.fromkeys(("trace", "log", "calibration", "calibration_file")),
     **dict.fromkeys(("recorded", "hidden"), False),
     "reward": RewardWeights(),
 }

@@ -164,6 +164,7 @@ def task_entry(task: TaskSpec) -> dict[str, Any]:
         "reward": asdict(task.reward),
         "grade": dict(task.grade),
         "adaptive_gap": task.adaptive_gap,
+        "measured_difficulty": task.measured_difficulty,
         "hidden": task.hidden,
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
         "draft_acceptance": [

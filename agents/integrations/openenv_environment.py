@@ -145,22 +145,22 @@ class FamilyEnvironment(Environment):  # type: ignore[misc]
         """Splits of the Task API."""
         return list(self.family.splits())
 
-    def list_tasks(self, split: str) -> list[Mapping[str, Any]]:
+    def list_tasks(self, split: str) -> list[dict[str, Any]]:
         """Tasks of a split; an unknown one has none."""
-        return [task.description for task in self.family.splits().get(split, [])]
+        return self.family.specs(split)
 
     def num_tasks(self, split: str) -> int:
         """Number of tasks of a split."""
         return len(self.list_tasks(split))
 
-    def get_task(self, split: str, index: int) -> Mapping[str, Any]:
+    def get_task(self, split: str, index: int) -> dict[str, Any]:
         """One task of a split, counted from 0. Raises IndexError."""
         tasks = self.list_tasks(split)
         if not 0 <= index < len(tasks):
             raise IndexError(f"index {index} names no task: {split!r} has {len(tasks)}")
         return tasks[index]
 
-    def get_task_range(self, split: str, start: int | None = None, stop: int | None = None) -> list[Mapping[str, Any]]:
+    def get_task_range(self, split: str, start: int | None = None, stop: int | None = None) -> list[dict[str, Any]]:
         """Tasks of a split from ``start`` up to ``stop``, as a slice."""
         return self.list_tasks(split)[start:stop]
 

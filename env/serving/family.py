@@ -46,7 +46,7 @@ NAME: Final = "serving"
 _NOT_PLAYED: Final = frozenset(
     {
         *("name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration"),
-        *("calibration_file", "hidden", "adaptive_gap", "log"),
+        *("calibration_file", "hidden", "adaptive_gap", "measured_difficulty", "log"),
     }
 )
 """Keys of a task that do not change its episodes."""
@@ -145,6 +145,7 @@ def describe_task(task: TaskSpec) -> dict[str, Any]:
         "score": GRADE_RULES[task.grade["kind"]].words(task, _constants_of(task)),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
         "adaptive_gap": task.adaptive_gap,
+        "measured_difficulty": task.measured_difficulty,
         "static": task.static,
         "recorded": task.recorded,
         **scaling,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -136,26 +135,22 @@ class InfoRoutes(Routes):
 
     async def tasks(self, env_name: str, body: SplitRequest) -> dict[str, Any]:
         self._check_name(env_name)
-        return {"tasks": self._described(body.split), "env_name": self._family.env_name}
+        return {"tasks": self._family.specs(body.split), "env_name": self._family.env_name}
 
     async def num_tasks(self, env_name: str, body: SplitRequest) -> dict[str, int]:
         self._check_name(env_name)
-        return {"num_tasks": len(self._described(body.split))}
+        return {"num_tasks": len(self._family.specs(body.split))}
 
     async def task(self, env_name: str, body: TaskRequest) -> dict[str, Any]:
         self._check_name(env_name)
-        tasks = self._described(body.split)
+        tasks = self._family.specs(body.split)
         if not 0 <= body.index < len(tasks):
             raise HTTPException(400, f"index {body.index} names no task: {short_repr(body.split)} has {len(tasks)}")
         return {"task": tasks[body.index]}
 
     async def task_range(self, env_name: str, body: TaskRangeRequest) -> dict[str, Any]:
         self._check_name(env_name)
-        return {"tasks": self._described(body.split)[body.start : body.stop]}
-
-    def _described(self, split: str) -> list[Mapping[str, Any]]:
-        """All tasks of a split; an unknown split has none."""
-        return [task.description for task in self._family.splits().get(split, [])]
+        return {"tasks": self._family.specs(body.split)[body.start : body.stop]}
 
     def _check_name(self, name: str) -> None:
         """OpenEnv's clients may send the name in capitals."""

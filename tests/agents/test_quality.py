@@ -88,6 +88,14 @@ def test_task_files_hold_the_adaptive_gaps_of_the_reports() -> None:
     assert [each["task"] for each in reports if each["adaptive_gap"]["static"] != get_task(each["task"]).static] == []
 
 
+def test_task_files_hold_the_difficulties_of_the_reports() -> None:
+    """If this fails: `inferencegym quality TASK --json --episodes 30 --generations 40`, 1 - the defaults' score."""
+    reports = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text(encoding="utf-8"))
+    measured = {each["task"]: 1 - each["gameability"]["vllm_defaults"]["score"]["mean"] for each in reports}
+    stated = {task.task_id: task.measured_difficulty for task in list_tasks(include_recorded=True)}
+    assert stated == {task_id: pytest.approx(each, abs=6e-5) for task_id, each in measured.items()}
+
+
 def test_the_command_prints_the_reports_of_its_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"--episodes={EPISODES}", "--generations=2"]
     assert main(["quality", "1", *options, "--json"]) == 0

@@ -871,13 +871,23 @@ def test_the_task_api_lists_what_the_manifest_declares(server: RunningServer) ->
         assert server.post("/inference_gym/num_tasks", {"split": name}) == {"num_tasks": count}
         tasks = server.post("/inference_gym/tasks", {"split": name})["tasks"]
         assert len(tasks) == count
+        assert [(task["split"], task["index"]) for task in tasks] == [(name, i) for i in range(count)]
+        listed = {task["id"]: task for task in server.get("/tasks", all=True)["tasks"]}
+        # RFC 013: a number, higher for harder tasks.
+        assert [task["difficulty"] for task in tasks] == [listed[task["id"]]["measured_difficulty"] for task in tasks]
+        assert [task["level"] for task in tasks] == [listed[task["id"]]["difficulty"] for task in tasks]
         assert server.post("/inference_gym/task", {"split": name, "index": count - 1})["task"] == tasks[-1]
         assert server.post("/inference_gym/task_range", {"split": name, "start": 1})["tasks"] == tasks[1:]
         for index in (count, -1):
             answer = server.client.post("/inference_gym/task", json={"split": name, "index": index})
             assert answer.status_code == 400
     assert server.client.get("/other/splits").status_code == 404
-    assert len(server.post("/traffic/traffic_controller/tasks", {"split": "train"})["tasks"]) == 3
+    unmeasured = server.post("/traffic/traffic_controller/tasks", {"split": "train"})["tasks"]
+    assert [(task["level"], "difficulty" in task) for task in unmeasured] == [
+        ("easy", False),
+        ("medium", False),
+        ("hard", False),
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["", "/traffic", "/rollouts"])
