@@ -120,8 +120,8 @@ def quality() -> str:
     timetable = timetables()
     lines = [
         "| task | random | naive | vLLM's defaults | rules | best constant, chosen on these seeds "
-        "| best timetable | best that observes, chosen on validation seeds | adaptive gap: that over the best constant "
-        "| foresight over the best known, two seeds | serves few: score, unserved |",
+        "| best timetable | best policy that observes, chosen on validation seeds | adaptive gap "
+        "| foresight's lead over the best policy, two seeds | serves few: score, unserved |",
         "|" + "---|" * 11,
     ]
     for report in quality_reports():

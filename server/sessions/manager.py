@@ -65,7 +65,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "replays": "Environments rebuilt from their records",
     "replayed_steps": "Steps played again to rebuild environments",
     "evictions": "Environments dropped from memory to make room; their records stay",
-    "store_errors": "Requests and upkeep that the session store could not serve",
+    "store_errors": "Requests and maintenance work that the session store failed to serve",
 }
 """What :class:`SessionManager` counts."""
 WITHOUT_ACTIONS: Final = 2**31 - 1
