@@ -282,7 +282,8 @@ def main() -> None:
         done = {key(run): run["steps"] for run in stored().get(task_id, {"runs": []})["runs"]}
         for seed in range(args.seeds):
             run = {"library": args.library, "settings": args.options or args.action, "n_envs": args.envs, "seed": seed}
-            if done.get(key(run), 0) < 0.99 * args.steps:  # CleanRL stops before a batch that would exceed the steps
+            # CleanRL stops before an update that would exceed the steps.
+            if done.get(key(run), 0) < args.steps * (0.95 if args.library == "cleanrl" else 1.0):
                 learn(env_id, args.envs, seed, args.steps, partial(store, task_id, run))
     print(report(stored()))
 
