@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 SWEEP_POINTS: Final = 12
 SWEEP_S: Final = 60.0
 """Seconds of requests for each point of a sweep, unless --requests or --burst-s is given."""
+DRAWN: Final = {
+    "qps": 10.0,
+    "prompt_tokens": 247.0,
+    "prompt_cv": 0.0,
+    "output_tokens": 350.0,
+    "output_cv": 0.55,
+    "seed": 0,
+    "requests": None,
+    "burst_s": None,
+}
+"""Options of the load that is drawn, and their defaults; a recorded one does without."""
 CURVE: Final = (
     *("qps", "output_tokens_per_s", "completed_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"),
     *("peak_kv_occupancy", "preemptions", "rejected"),
@@ -71,24 +82,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_table_arguments(fleet)
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--qps", type=float, default=10.0, help="mean requests per second, Poisson arrivals (default %(default)s)"
+        "--qps", type=float, help=f"mean requests per second, Poisson arrivals (default {DRAWN['qps']:g})"
     )
     load.add_argument(
         "--requests", type=int, help="number of requests (default 300; with --burst-s, as many as arrive in it)"
     )
-    load.add_argument("--prompt-tokens", type=float, default=247.0, help="mean prompt length (default %(default)s)")
+    load.add_argument("--prompt-tokens", type=float, help=f"mean prompt length (default {DRAWN['prompt_tokens']:g})")
     load.add_argument(
         "--prompt-cv",
         type=float,
-        default=0.0,
-        help="coefficient of variation of prompt lengths, log-normal (default %(default)s)",
+        help=f"coefficient of variation of prompt lengths, log-normal (default {DRAWN['prompt_cv']:g})",
     )
-    load.add_argument("--output-tokens", type=float, default=350.0, help="mean output length (default %(default)s)")
+    load.add_argument("--output-tokens", type=float, help=f"mean output length (default {DRAWN['output_tokens']:g})")
     load.add_argument(
         "--output-cv",
         type=float,
-        default=0.55,
-        help="coefficient of variation of output lengths, log-normal (default %(default)s)",
+        help=f"coefficient of variation of output lengths, log-normal (default {DRAWN['output_cv']:g})",
     )
     load.add_argument("--burst-s", type=float, help="requests arrive only in the first BURST_S seconds")
     load.add_argument(
@@ -99,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="closed loop: N clients, each with one request at a time (default: open loop, at the rate of --qps)",
     )
     load.add_argument("--trace", type=Path, help="request log (see docs/operators.md) instead of drawn requests")
-    load.add_argument("--seed", type=int, default=0, help="seed of the drawn requests (default %(default)s)")
+    load.add_argument("--seed", type=int, help=f"seed of the drawn requests (default {DRAWN['seed']})")
     add_log_arguments(parser)
     out = parser.add_argument_group("output")
     out.add_argument(
@@ -168,6 +177,7 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidConfigError(f"{option} is not allowed: it must be from {low} to {high}")
     if args.requests is not None and args.requests < 1:
         raise InvalidConfigError(f"--requests={short_repr(args.requests)} is not allowed: it must be at least 1")
+    _check_drawn(args)
     if args.sweep is None and (args.out or args.png):
         raise InvalidConfigError("--out and --png write a sweep: give --sweep qps=LOW:HIGH")
     if args.sweep is not None and (args.per_request or args.closed):
@@ -178,6 +188,22 @@ def _check(args: argparse.Namespace) -> None:
     if args.png:
         require_matplotlib()
         require_writable(args.png)
+
+
+def _check_drawn(args: argparse.Namespace) -> None:
+    """Refuse options of a drawn load that the load asked for would ignore; fill in the defaults of the others."""
+    from inferencegym.errors import InvalidConfigError
+
+    for name, default in DRAWN.items():
+        option = f"--{name.replace('_', '-')}"
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif args.trace is not None:
+            help = "; --sweep plays the log faster or slower" if name == "qps" else ""
+            raise InvalidConfigError(f"{option} is for drawn requests, and --trace gives recorded ones{help}", name)
+        elif name == "qps" and (args.closed or args.sweep):
+            other = "--closed" if args.closed else "--sweep"
+            raise InvalidConfigError(f"--qps does not go with {other}, which sets the rate itself", name)
 
 
 def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:

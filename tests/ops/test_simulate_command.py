@@ -63,6 +63,24 @@ def test_a_log_is_played_faster_in_a_sweep(tmp_path: Path, capsys: Capture) -> N
     assert fast["makespan_s"] == pytest.approx(15.25 + last, abs=0.5)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--trace", "log.csv", "--qps", "10"],
+            "--qps is for drawn requests, and --trace gives recorded ones; --sweep",
+        ),
+        (["--trace", "log.csv", "--seed", "0"], "--seed is for drawn requests, and --trace gives recorded ones"),
+        (["--trace", "log.csv", "--output-cv", "0.55"], "--output-cv is for drawn requests"),
+        (["--closed", "4", "--qps", "5"], "--qps does not go with --closed"),
+        (["--sweep", "qps=1:4:2", "--qps", "5"], "--qps does not go with --sweep"),
+    ],
+)
+def test_an_option_that_the_load_would_ignore_is_refused(capsys: Capture, options: list[str], told: str) -> None:
+    assert main(["simulate", *options]) == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("load", [["--qps", "6"], ["--qps", "60"], ["--closed", "40"]])
 def test_every_request_is_written_and_adds_up_to_the_report(tmp_path: Path, capsys: Capture, load: list[str]) -> None:
     path = tmp_path / "requests.csv"
