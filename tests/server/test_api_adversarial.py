@@ -204,8 +204,6 @@ def test_a_chunked_body_over_the_limit_is_refused_while_it_arrives(strict: Runni
                 answered = bool(select.select([connection], [], [], 0)[0])
         status, answer = one_answer(connection)
         assert (status, json.loads(answer)["detail"]["code"]) == (413, "body_too_large")
-        with contextlib.suppress(ConnectionError):
-            assert connection.recv(1) == b"", "the rest is not waited for"
     assert strict.get("/health")["status"] == "healthy"
 
 
