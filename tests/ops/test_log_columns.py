@@ -112,6 +112,24 @@ def span_row(i: int) -> dict[str, Any]:
     return {"name": "llm_request", "start_time": moments("epoch ns")[i], "attributes": attributes}
 
 
+def exported_span_row(i: int) -> dict[str, Any]:
+    """A span with the field names of OpenTelemetry's protocol, attributes by name."""
+    attributes = {"gen_ai.usage.input_tokens": PROMPTS[i], "gen_ai.usage.output_tokens": OUTPUTS[i]}
+    return {"name": "chat", "startTimeUnixNano": str(moments("epoch ns")[i]), "attributes": attributes}
+
+
+def ollama_row(i: int) -> dict[str, Any]:
+    """An answer of Ollama."""
+    counts = {"prompt_eval_count": PROMPTS[i], "eval_count": OUTPUTS[i]}
+    return {"model": "llama3.1", "created_at": moments("ISO 8601, Z")[i], "done": True, **counts}
+
+
+def helicone_row(i: int) -> dict[str, Any]:
+    """A row of Helicone's export."""
+    counts = {"Prompt Tokens": PROMPTS[i], "Completion Tokens": OUTPUTS[i]}
+    return {"Request Created At": moments("ISO 8601, Z")[i], "Response Status": 200, **counts}
+
+
 def gateway_row(i: int) -> dict[str, Any]:
     """A record of a gateway that writes token counts as text."""
     return {
@@ -122,7 +140,9 @@ def gateway_row(i: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("row", [litellm_row, openai_row, span_row, gateway_row])
+@pytest.mark.parametrize(
+    "row", [litellm_row, openai_row, span_row, exported_span_row, ollama_row, helicone_row, gateway_row]
+)
 @pytest.mark.parametrize("form", ["lines", "list", "answer of an API"])
 def test_logs_of_gateways_are_read_without_naming_their_columns(tmp_path: Path, row: Any, form: str) -> None:
     records = [row(i) for i in range(3)]
