@@ -90,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**report.to_dict(), "read": imported.describe()}))
     else:
-        print_report(shadow_report(report))
+        print_report(shadow_report(report, tables.tiers))
     if args.html:
         figures = shadow_figures(report, tables.tiers)
         files = {"Recommendation for vLLM": EXPORTS["vllm"](settings_of(report, tables))}
         title = f"Shadow report: {args.trace.name}"
-        written = write_page(args.html, title, report.log, shadow_report(report), figures, files)
+        written = write_page(args.html, title, report.log, shadow_report(report, tables.tiers), figures, files)
         print(f"wrote {written}", flush=True)
     if args.export:
         text = EXPORTS[args.export](settings_of(report, tables, args.export_policy), args.draft_model)

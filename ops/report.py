@@ -7,7 +7,6 @@ matplotlib (extra ``report``).
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -153,14 +152,19 @@ def _plan_rows(report: PlanReport, plans: Sequence[Plan]) -> Rows:
 
 def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
     """Cells of a plan by heading."""
-    figures, best = plan.figures, max(plan.support, key=lambda level: plan.support[level])
-    costs = {f"cost/h {currency}": plan.cost_per_hour, f"cost/Mtok {currency}": plan.cost_per_million_tokens}
+    answered = plan.tokens_per_s > 0.0  # else latencies and costs per token are none
+    figures, best = (
+        plan.figures if answered else dict.fromkeys(plan.figures),
+        max(plan.support, key=lambda level: plan.support[level]),
+    )
+    per_million = plan.cost_per_million_tokens if answered else None
+    costs = {f"cost/h {currency}": plan.cost_per_hour, f"cost/Mtok {currency}": per_million}
     return {
         "hardware": plan.hardware,
         "GPUs": plan.n_gpus,
         "TP": plan.tensor_parallel,
         "replicas": plan.n_replicas,
-        "setting": plan.policy if plan.action is None else _setting_text(plan, plan.action),
+        "setting": plan.policy if plan.action is None else _plan_setting(plan, plan.action),
         "verdict": plan.verdict,
         "in time": f"{plan.share_in_time:.2%}",
         **({} if plan.windows_met is None else {"windows": f"{plan.windows_met:.0%}"}),
@@ -169,8 +173,8 @@ def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
         "TPOT p50": figures["tpot_p50_ms"],
         "TPOT p99 ms": figures["tpot_p99_ms"],
         **{f"{q.upper()} p99 ms": figures[f"{q}_p99_ms"] for q in ("itl", "e2e") if q in plan.errors},
-        "margin": _margin(plan),
-        "GPU-h/Mtok": plan.gpu_hours_per_million_tokens,
+        "margin": _margin(plan) if answered else None,
+        "GPU-h/Mtok": plan.gpu_hours_per_million_tokens if answered else None,
         **(costs if currency else {}),
         "support": f"{plan.support[best]:.0%} {best}",
     }
@@ -184,12 +188,15 @@ def _margin(plan: Plan) -> str:
     return f"{plan.margin:.0%}" if plan.margin >= -1.0 else "< -100%"
 
 
-def _setting_text(plan: Plan, action: Mapping[str, Any]) -> str:
-    """A constant setting in a few words."""
-    drafts = f", {action['spec_length']} drafts" if action["spec_length"] else ""
+def _plan_setting(plan: Plan, action: Mapping[str, Any]) -> str:
     apart = f", {plan.prefill_replicas} prefill : {plan.n_replicas} decode" if plan.prefill_replicas else ""
-    cache = "FP8 KV" if plan.kv_cache_fp8 else "KV"
-    return f"{plan.precision}, batch {action['batch_size']}, {cache} {action['kv_budget']:g}{drafts}{apart}"
+    return _setting_text(action, plan.precision, "FP8 KV" if plan.kv_cache_fp8 else "KV") + apart
+
+
+def _setting_text(action: Mapping[str, Any], precision: str, cache: str = "KV") -> str:
+    """A constant setting in a few words, without the placement of prefill."""
+    drafts = f", {action['spec_length']} drafts" if action["spec_length"] else ""
+    return f"{precision}, batch {action['batch_size']}, {cache} {round(action['kv_budget'], 3):g}{drafts}"
 
 
 def refused_lines(report: PlanReport) -> list[str]:
@@ -345,8 +352,11 @@ def plan_figure(report: PlanReport) -> Figure:
 # ---------------------------------------------------------------- comparisons
 
 
-def shadow_report(report: ShadowReport) -> Report:
-    """Report of a comparison: the policies, the best constant under autoscalers, and the recommendation."""
+def shadow_report(report: ShadowReport, tiers: Sequence[str]) -> Report:
+    """Report of a comparison: the policies, the best constant under autoscalers, and the recommendation.
+
+    ``tiers`` names the precisions.
+    """
     best = report.best()
     rows = [
         {
@@ -355,14 +365,14 @@ def shadow_report(report: ShadowReport) -> Report:
             "replicas": o.n_replicas,
             "SLO misses": f"{o.slo_miss_share:.1%}",
             "goodput/s": o.goodput_rps,
-            "TTFT p50": o.ttft_p50_ms,
-            "p90": o.ttft_p90_ms,
-            "p99 ms": o.ttft_p99_ms,
-            "TPOT ms": o.tpot_mean_ms,
+            "TTFT p50": o.ttft_p50_ms if o.completed else None,
+            "p90": o.ttft_p90_ms if o.completed else None,
+            "p99 ms": o.ttft_p99_ms if o.completed else None,
+            "TPOT ms": o.tpot_mean_ms if o.completed else None,
             "tok/s": o.tokens_per_s,
             "GPU-s": o.gpu_seconds,
             **({f"cost {report.currency}": report.cost(o)} if report.currency else {}),
-            "GPU-s/1k": o.gpu_s_per_1k_tokens,
+            "GPU-s/1k": o.gpu_s_per_1k_tokens if o.completed else None,
             "restarts": o.restarts,
         }
         for o in report.outcomes
@@ -371,15 +381,21 @@ def shadow_report(report: ShadowReport) -> Report:
     tables: dict[str, Rows] = {"what each policy would have done": rows, "best_constant with an autoscaler": scaled}
     shares = ", ".join(f"{share:.0%} {level}" for level, share in best.support.items() if share > 0)
     lines = [
-        f"fixed: {json.dumps(report.fixed_action)}",
-        f"best_constant: {json.dumps(report.outcomes[1].action)}",
+        f"fixed: {_shadow_setting(report.fixed_action, tiers)}",
+        f"best_constant: {_shadow_setting(report.outcomes[1].action, tiers)}",
         f"* {verdict(report)}",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
-        f"Simulated on the table {report.table_sha256[:12]}. Seconds of {best.policy} by how well measurements support "
-        f"them: {shares}.",
+        f"Simulated on {report.hardware}, table {report.table_sha256[:12]}. Seconds of {best.policy} by how "
+        f"well measurements support them: {shares}.",
     ]
     gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
     return Report(gpus, tables, lines, [f"{text}." for text in (report.refused, report.short) if text])
+
+
+def _shadow_setting(action: Mapping[str, Any] | None, tiers: Sequence[str]) -> str:
+    assert action is not None  # both baselines are constants
+    text = _setting_text(action, tiers[action["quant_tier"]])
+    return f"{text}, separate prefill" if action["prefill_disagg"] else text
 
 
 def verdict(report: ShadowReport) -> str:

@@ -350,9 +350,29 @@ class Links(HTMLParser):
                 self.ids.append(value)
 
 
+def test_where_nothing_is_answered_a_report_states_no_latency_and_no_cost_per_token() -> None:
+    log, tables = flood(20), load_tables()
+    too_long = replace(log, prompt_tokens=np.full_like(log.prompt_tokens, 900_000.0))
+    rows = shadow_report(shadow(too_long, [], n_gpus=1), tables.tiers).tables["what each policy would have done"]
+    for name in ("TTFT p50", "p90", "p99 ms", "TPOT ms", "GPU-s/1k"):
+        assert [row[name] for row in rows] == [None, None], name
+    answered = shadow_report(shadow(log, [], n_gpus=1), tables.tiers).tables["what each policy would have done"]
+    assert all(row["GPU-s/1k"] is not None for row in answered)
+
+
+def test_a_report_names_settings_in_words_and_the_table_by_its_hardware() -> None:
+    fixed = {"batch_size": 64, "quant_tier": "INT8", "kv_budget": 0.912345, "spec_length": 2, "prefill_disagg": True}
+    report = shadow(flood(20), [], fixed=fixed, n_gpus=2)
+    lines = shadow_report(report, load_tables().tiers).lines
+    assert lines[0] == "fixed: INT8, batch 64, KV 0.912, 2 drafts, separate prefill"
+    assert lines[-1].startswith("Simulated on a100-40gb, table ")
+
+
 def test_the_page_is_whole_by_itself(report: ShadowReport, tmp_path: Path) -> None:
     figures, files = shadow_figures(report, load_tables().tiers), {"vLLM": "a: 1 # <b>"}
-    path = write_page(tmp_path / "r.html", 'my <log> & "more"', report.log, shadow_report(report), figures, files)
+    path = write_page(
+        tmp_path / "r.html", 'my <log> & "more"', report.log, shadow_report(report, load_tables().tiers), figures, files
+    )
     page = path.read_text()
     links = Links()
     links.feed(page)

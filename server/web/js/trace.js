@@ -141,7 +141,7 @@ class Trace {
       el("h2", { class: "verdict", text: said }),
       ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${text}.` })),
       table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU s /1k tokens"],
-        players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), percent(lost(o), 1), `${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)])),
+        players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)] : ["–", "–", "–"])])),
       el("p", { class: "note", text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.hardware} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
       this.settings(report, players),
       folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
