@@ -528,6 +528,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "open-fidelity": written("open_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),
+    "planned-engine": written("planned_engine"),
     "rollouts-fidelity": written("rollouts_fidelity"),
     "rollouts-policies": written("rollouts_policies"),
     "live-first-come": written("live_first_come"),
