@@ -101,6 +101,9 @@ class PpoSettings:
     compressed_below: float = np.inf
     """Learn from -c * (1 + log(-r / c)) where a reward r is below -c: on tasks that scale each request of a long queue
     lowers the grade again in every second, without a bound."""
+    action: str = ACTION
+    """Format of the actions: levels of all knobs, or from scratch ``"replicas"`` alone, with the knobs of each task's
+    own capacity plan."""
     planned: bool = False
     """Keep all knobs but ``replicas`` as the capacity plan sets them, as the other autoscalers do: exploration tries
     numbers of replicas, and does not restart them for another precision."""
@@ -173,7 +176,7 @@ def local_envs(task_id: TaskId, settings: PpoSettings, hold: int) -> AutoresetVe
         reward=settings.reward,
         hold=hold,
         observation=OBSERVATION,
-        action=ACTION,
+        action=settings.action,
         autoreset_mode="SameStep",
     )
 
@@ -196,9 +199,9 @@ def train(
     Files: ``policy.npz`` (the best on validation seeds, as plain arrays, for ``ppo:FILE``), ``model.zip``
     (Stable-Baselines3, the last), ``checkpoints/``, ``episodes.csv`` (step, return), ``scores.csv`` (step, mean score
     on validation and on held-out seeds), ``curve.png``, ``settings.json`` and TensorBoard events. ``resume`` continues
-    from the newest checkpoint up to ``steps``. Environments must offer ``OBSERVATION`` and ``ACTION`` formats in
-    SAME_STEP mode. Scores are taken, and checkpoints left, every ``score_every`` steps and after every stage; they are
-    means over the tasks of ``score_on``, unless told the environments' own.
+    from the newest checkpoint up to ``steps``. Environments must offer the formats ``OBSERVATION`` and
+    ``settings.action`` in SAME_STEP mode. Scores are taken, and checkpoints left, every ``score_every`` steps and after
+    every stage; they are means over the tasks of ``score_on``, unless told the environments' own.
     """
     settings = settings or PpoSettings()
     out = Path(out)
@@ -281,15 +284,24 @@ def _learner(
         device="cpu",
     )
     if settings.planned:
-        keep_planned(model, venv.get_attr("task")[0])
+        task = venv.get_attr("task")[0]
+        if settings.action == ACTION:
+            keep_planned(model, task)
+        prefer_many_replicas(model, task)
     return model
 
 
-def keep_planned(model: PPO, task: TaskSpec) -> None:
-    """Make the policy all but certain of the capacity plan's knobs, so that it chooses nothing but replicas.
+def prefer_many_replicas(model: PPO, task: TaskSpec) -> None:
+    """Start with many replicas: where most requests wait, every number looks as bad, and fewer cost less."""
+    most = task.fleet.max_replicas
+    assert most is not None
+    policy: Any = model.policy
+    with torch.no_grad():
+        policy.action_net.bias[-most:] += MANY_REPLICAS_LOGIT * torch.linspace(0.0, 1.0, most)
 
-    It starts with many of them: where most requests wait, every number of replicas looks as bad, and fewer cost less.
-    """
+
+def keep_planned(model: PPO, task: TaskSpec) -> None:
+    """Make a policy of all knobs all but certain of the capacity plan's, so that it chooses nothing but replicas."""
     codec = codec_of(task)
     planned = np.append(ReplicaPlan.of(task).plan.row(), task.fleet.n_replicas)
     fitting = LEVELS["kv_budget"] <= planned[0]  # a larger pool would be out of memory
@@ -300,7 +312,6 @@ def keep_planned(model: PPO, task: TaskSpec) -> None:
     policy: Any = model.policy
     with torch.no_grad():
         policy.action_net.bias[torch.as_tensor(first + levels)] += PLANNED_LOGIT
-        policy.action_net.bias[-sizes[-1] :] += MANY_REPLICAS_LOGIT * torch.linspace(0.0, 1.0, sizes[-1])
 
 
 class RunFiles:
@@ -606,7 +617,8 @@ class Scorer(BaseCallback):
         steps = int(self.model.num_timesteps)
         self.model.save(self._files.out / "checkpoints" / f"ppo_{steps}_steps.zip")
         assert isinstance(self.model, PPO)
-        policy = export(self.model, {"steps": steps, **self._provenance}, self._stage.hold)
+        trained = {"steps": steps, **self._provenance}
+        policy = export(self.model, trained, self._stage.hold, self._provenance["settings"]["action"])
         validation, held_out = (
             float(np.mean([run_episodes(task, PpoAgent(policy, task), seeds).scores() for task in self._tasks]))
             for seeds in (VALIDATION_SEEDS, HELD_OUT_SEEDS)
@@ -620,7 +632,7 @@ class Scorer(BaseCallback):
 # ---------------------------------------------------------------- what comes out
 
 
-def export(model: PPO, trained: dict[str, Any], hold: int) -> PolicyFile:
+def export(model: PPO, trained: dict[str, Any], hold: int, action: str = ACTION) -> PolicyFile:
     """The policy's central action as plain arrays."""
     linear = [
         m for m in (*model.policy.mlp_extractor.policy_net, model.policy.action_net) if isinstance(m, torch.nn.Linear)
@@ -628,7 +640,7 @@ def export(model: PPO, trained: dict[str, Any], hold: int) -> PolicyFile:
     layers = [
         (m.weight.detach().numpy().T.astype(np.float64), m.bias.detach().numpy().astype(np.float64)) for m in linear
     ]
-    return PolicyFile(layers, OBSERVATION, ACTION, hold, trained)
+    return PolicyFile(layers, OBSERVATION, action, hold, trained)
 
 
 RISE_WINDOW: Final = 5_000

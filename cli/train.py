@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidConfigError("--steps and --envs must be at least 1")
     task = get_task(args.task)
     try:
-        from agents.ppo_demo import ACTION, OBSERVATION, local_envs, rise, settings_for, train
+        from agents.ppo_demo import OBSERVATION, local_envs, rise, settings_for, train
     except ModuleNotFoundError as error:
         raise InvalidConfigError(f"{install_hint(error) or error} (in a clone: make rl)") from error
     make_folder(args.out)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             reward=args.reward,
             hold=hold,
             observation=OBSERVATION,
-            action=ACTION,
+            action=settings.action,
             autoreset_mode="SameStep",
         )
 

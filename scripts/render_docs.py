@@ -544,6 +544,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ppo-settings": ppo_settings,
     "plain-ppo": written("plain_ppo"),
     "transfer": written("transfer"),
+    "card-split": written("card_split"),
     "autoscalers": written("autoscalers"),
     "ceilings": written("ceilings"),
     "rollouts": written("rollouts"),

@@ -21,7 +21,7 @@ from agents.protocol import FloatArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.spaces.actions import action_size
-from inferencegym.spaces.formats import DiscreteCodec, ObservationCodec, action_codec
+from inferencegym.spaces.formats import DiscreteCodec, ObservationCodec, ReplicasCodec, action_codec
 from inferencegym.tasks import TaskSpec, get_calibration
 
 FILE_VERSION: Final = 2
@@ -73,8 +73,9 @@ class PpoAgent:
 
     def __init__(self, policy: PolicyFile, task: TaskSpec) -> None:
         self.policy = policy
-        self._observations = ObservationCodec(task, task.config(), get_calibration(task.task_id), policy.observation)
-        self._actions = action_codec(policy.action, task.fleet.max_replicas)
+        constants = get_calibration(task.task_id)
+        self._observations = ObservationCodec(task, task.config(), constants, policy.observation)
+        self._actions = action_codec(policy.action, task.fleet.max_replicas, constants.replica_knobs)
         self._n_knobs = action_size(task.fleet)
 
     def reset(self, n_rows: int) -> None:
@@ -98,6 +99,8 @@ class PpoAgent:
             knobs = (*ACTION_FIELDS, "replicas")[: self._n_knobs]
             parts = zip(knobs, np.split(out, ends, axis=1), strict=True)
             return self._actions.decode(np.stack([central(logits, name) for name, logits in parts], axis=1))
+        if isinstance(self._actions, ReplicasCodec):
+            return self._actions.decode(central(out, "replicas"))
         return self._actions.decode(np.clip(out, -1.0, 1.0) if policy_is_unit(self.policy) else out)
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from agents.evaluate import evaluate
 from agents.policies.ppo import PpoAgent
-from agents.ppo_demo import ACTION, OBSERVATION, PpoSettings, local_envs, train
+from agents.ppo_demo import OBSERVATION, PpoSettings, local_envs, train
 from agents.seeds import HELD_OUT_SEEDS
 from env.vector import VectorInferenceEnv
 from inferencegym.tasks import AT, TaskSpec, get_task
@@ -88,20 +88,20 @@ def task_on(card: str) -> TaskSpec:
     return get_task(TASK if card == CARDS[0] else f"{TASK}{AT}{card}")
 
 
-def mixed_envs(settings: PpoSettings, hold: int) -> MixedEnvs:
-    """Environments of all cards, the same number for each."""
+def mixed_envs(tasks: Sequence[TaskSpec], settings: PpoSettings, hold: int) -> MixedEnvs:
+    """Environments of several tasks, the same number for each; a row keeps its task."""
     return MixedEnvs(
         [
             VectorInferenceEnv(
-                settings.n_envs // len(CARDS),
-                task_on(card).task_id,
+                settings.n_envs // len(tasks),
+                task.task_id,
                 reward=settings.reward,
                 hold=hold,
                 observation=OBSERVATION,
-                action=ACTION,
+                action=settings.action,
                 autoreset_mode=AutoresetMode.DISABLED,
             )
-            for card in CARDS
+            for task in tasks
         ]
     )
 
@@ -110,7 +110,7 @@ def one_run(source: str, seed: int, steps: int, out: Path) -> dict[str, Any]:
     """Train on one card or on all; returns the mean score on every card."""
     settings = PpoSettings(from_scratch=True)
     tasks = [task_on(card) for card in (CARDS if source == ALL else (source,))]
-    make = partial(mixed_envs, settings) if source == ALL else partial(local_envs, tasks[0].task_id, settings)
+    make = partial(mixed_envs, tasks, settings) if source == ALL else partial(local_envs, tasks[0].task_id, settings)
     began = time.perf_counter()
     trained = train(make, out, steps=steps, seed=seed, settings=settings, progress=False, score_on=tasks)
     seconds = time.perf_counter() - began
