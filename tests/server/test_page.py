@@ -1086,7 +1086,7 @@ def test_the_server_refuses_how_a_log_is_read_in_the_words_of_the_form(
             "What to do: change it in the form.",
         ),
         (
-            "time,prompt_tokens,output_tokens\n0,10,10\n90,10,10\n500,10,10\n",
+            "time,prompt_tokens,output_tokens\n" + "".join(f"{100 * i},10,10\n" for i in range(12)),
             "Name the unit under Columns of the log: arrival=time:ms or arrival=time:s. "
             "What to do: change it in the form.",
         ),
