@@ -199,8 +199,8 @@ def _check_drawn(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, default)
         elif args.trace is not None:
-            help = "; --sweep plays the log faster or slower" if name == "qps" else ""
-            raise InvalidConfigError(f"{option} is for drawn requests, and --trace gives recorded ones{help}", name)
+            instead = "; --sweep plays the log faster or slower" if name == "qps" else ""
+            raise InvalidConfigError(f"{option} is for drawn requests, and --trace gives recorded ones{instead}", name)
         elif name == "qps" and (args.closed or args.sweep):
             other = "--closed" if args.closed else "--sweep"
             raise InvalidConfigError(f"--qps does not go with {other}, which sets the rate itself", name)

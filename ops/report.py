@@ -152,7 +152,7 @@ def _plan_rows(report: PlanReport, plans: Sequence[Plan]) -> Rows:
 
 def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
     """Cells of a plan by heading."""
-    answered = plan.tokens_per_s > 0.0  # else latencies and costs per token are none
+    answered = plan.tokens_per_s > 0.0  # without an answer there is no latency and no cost per token
     figures, best = (
         plan.figures if answered else dict.fromkeys(plan.figures),
         max(plan.support, key=lambda level: plan.support[level]),

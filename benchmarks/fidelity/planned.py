@@ -4,9 +4,9 @@
 
 The engine is vLLM for CPU with a small random model on this machine (scripts/install_engine.sh). It is measured, and
 plans are made from its table for three logs: Poisson arrivals, more of them, and bursts. A plan of N engines behind a
-round-robin router is checked by one engine that gets each Nth request, with the plan's settings; so is the largest
-fleet that the plan rejected. A short burst before and after each log says how much slower the machine was meanwhile
-than during the measurement. About fifteen minutes on an idle machine.
+round-robin router is checked by one engine that gets each Nth request, with the plan's batch size and all of the KV
+pool; so is the largest fleet that the plan rejected. A short burst before and after each log says how much slower the
+machine was meanwhile than during the measurement. About fifteen minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from benchmarks.fidelity.engine import KV_BLOCKS, RESULTS, TOKEN_BUDGET, Load, set_knobs, slowdown
 from inferencegym.files import write_text
+from inferencegym.models import QUANTILES
 from live.driver import EngineApi, EngineRequest, play_open
 from live.engines.random_model import ModelShape, serve_random_model
 from live.measure import MeasureSettings, measure_engine, timed_requests
@@ -119,12 +119,12 @@ def compare(venv: Path, folder: Path, seconds: float) -> dict[str, Any]:
 def checked(
     api: EngineApi, control: Path, table: Path, measured: MeasuredEngine, asked: Asked, seed: int
 ) -> list[dict[str, Any]]:
-    """Plan for one log, and serve it with the plan's engines and with one engine fewer."""
+    """Plan for one log, and serve it with the plan's fleet and with the largest rejected one."""
     log, objectives = asked.log(seed), [parse_objective(text) for text in asked.objectives]
     report = make_plan(log, objectives, tables_of_files([table]), router="round-robin", policies=())
     fewer = [plan for plan in report.tried if not plan.meets]
-    plans = [*report.plans, *sorted(fewer, key=lambda plan: (plan.n_replicas, plan.margin))[-1:]]
-    return [served(api, control, measured, asked, log, objectives, plan) for plan in plans]
+    largest = sorted(fewer, key=lambda plan: (plan.n_replicas, plan.margin))[-1:]
+    return [served(api, control, measured, asked, log, objectives, plan) for plan in (*report.plans, *largest)]
 
 
 def served(
@@ -136,7 +136,7 @@ def served(
     objectives: list[Objective],
     plan: Plan,
 ) -> dict[str, Any]:
-    """Serve the first engine's share of the log with the plan's settings."""
+    """Serve the first engine's share of the log with the plan's batch size."""
     assert plan.action is not None
     slower = [slowdown(api, control, measured)]
     set_knobs(api, control, Load(asked.name, 0, (0, 0), (0, 0), batch_size=plan.action["batch_size"]))
@@ -144,11 +144,12 @@ def served(
     columns = (log.arrival_s[share], log.prompt_tokens[share], log.output_tokens[share])
     requests = [EngineRequest(float(at), int(p), int(o)) for at, p, o in zip(*columns, strict=True)]
     phase = timed_requests(asked.name, play_open(api, requests))
-    time.sleep(0.5)
     slower.append(slowdown(api, control, measured))
-    ttft, tpot = phase.ttft_ms(), phase.tpot_ms()
-    figures = {f"ttft_p{q}_ms": float(np.quantile(ttft, q / 100)) for q in (50, 90, 95, 99)}
-    figures |= {f"tpot_p{q}_ms": float(np.quantile(tpot, q / 100)) for q in (50, 90, 95, 99)}
+    figures = {
+        f"{name}_{quantile}_ms": float(np.quantile(values, share))
+        for name, values in (("ttft", phase.ttft_ms()), ("tpot", phase.tpot_ms()))
+        for quantile, share in QUANTILES.items()
+    }
     row = {
         "log": asked.name,
         "objectives": asked.objectives,
