@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.set_home import home
+from scripts.build_site import repository
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agents", "cli", "docs", "env", "grader", "inferencegym", "live", "ops", "server", "simulator")
@@ -95,7 +95,7 @@ def space_readme() -> str:
     """README of the Space: the header of this repository's README, what the server offers, and a picture."""
     settings = (ROOT / "README.md").read_text(encoding="utf-8").split("---\n")[1]
     # The documents are copied beside it, so their links become relative.
-    text = ABOUT.read_text(encoding="utf-8").replace(f"({home()}/blob/main/", "(")
+    text = ABOUT.read_text(encoding="utf-8").replace(f"({repository()}/blob/main/", "(")
     title, rest = text.split("\n\n", 1)
     return f"---\n{settings}---\n\n{title}\n\n{PICTURE}\n\n{rest}"
 

@@ -199,6 +199,16 @@ def test_each_manifest_states_the_version_of_the_package(folder: str) -> None:
     assert manifest["version"] == inferencegym.__version__
 
 
+def test_citation_and_notebook_lead_to_the_address_of_the_package() -> None:
+    address = PROJECT["urls"]["Repository"]
+    assert f"repository-code: {address}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    place = address.removeprefix("https://github.com/")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    badge = re.search(rf"https://colab\.research\.google\.com/github/{place}/blob/main/(\S+?\.ipynb)", readme)
+    assert badge is not None
+    assert (ROOT / badge[1]).exists()
+
+
 @pytest.mark.slow
 def test_openenv_passes_the_running_server_and_its_runtime_graders() -> None:
     report = subprocess.run(
