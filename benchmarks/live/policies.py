@@ -2,7 +2,6 @@
 
     python -m benchmarks.live.policies --venv .venv-engine      vLLM for CPU with a random model; writes the results
     python -m benchmarks.live.policies --engine URL --control-file FILE      an engine of yours, printed only
-    python -m benchmarks.live.policies --prepare FOLDER    learn beforehand, for --learned FOLDER/learned/policy.npz
     python -m benchmarks.live.policies --stand-in --seconds 20 --steps 20000    no engine: the discrete-event reference
     python -m benchmarks.live.policies --draw      the figure again, from the results
 
@@ -30,7 +29,7 @@ import numpy as np
 
 from agents.episodes import run_episodes
 from agents.evaluate import interval
-from agents.registry import load_own_agents, make_agent
+from agents.registry import make_agent
 from inferencegym.files import write_text
 from inferencegym.models import ServeObservation
 from inferencegym.spaces.actions import action_mask, from_row, snap
@@ -44,7 +43,6 @@ from live.engines.vllm import VllmEngine
 from live.env import EngineEnv
 from live.measure import MeasureSettings, measure_engine
 from live.scaling import (
-    Capacity,
     drafts_as_measured,
     engine_calibration,
     live_task,
@@ -55,7 +53,6 @@ from live.scaling import (
     scaled_rates,
     write_task,
 )
-from simulator.hardware.engine_times import EngineFacts, EngineSource, EngineTimes, engine_profile
 from simulator.hardware.tables import TABLE_ENV, FloatArray, tables_of
 from simulator.offline.table import build_table
 
@@ -65,12 +62,10 @@ CONSTANTS: Final = tuple(
     f'constant:{{"batch_size": {size}, "spec_length": {drafts}}}'
     for size, drafts in ((16, 0), (64, 0), (64, 2), (64, 8))
 )
-AGENTS: Final = (*CONSTANTS, "heuristic", "learned")
 SLOTS, KV_BLOCKS, TOKEN_BUDGET, DRAFTS = 64, 97, 2048, 8
 """Of the engine that is started here: the pool holds fewer requests than there are slots, so both can be too many."""
-BLOCK_TOKENS: Final = 128
-"""KV block of vLLM for CPU."""
 LONGEST: Final = 1024
+"""Most tokens of a request, prompt and output."""
 FIRST_COME: Final = "live_first_come"
 """Name of the results of an engine that is told no priorities."""
 TASK_ID: Final = "live"
@@ -96,11 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.draw:
         draw(json.loads((RESULTS / "live_policies.json").read_text(encoding="utf-8")))
         return
-    if args.prepare:
-        engine_before(args.prepare, json.loads((RESULTS / f"{FIRST_COME}.json").read_text(encoding="utf-8")))
-        print(learned(args.prepare, args.steps))
-        return
-    load_own_agents(args.agents)
     with tempfile.TemporaryDirectory() as name, running_engine(args, Path(name)) as engine:
         result = compare(engine, args, Path(name))
     print(markdown(result))
@@ -119,7 +109,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     which.add_argument("--engine", metavar="URL", help="an engine that runs")
     which.add_argument("--stand-in", action="store_true", help="no engine: the discrete-event reference")
     which.add_argument("--draw", action="store_true", help="the figure again, from the results")
-    which.add_argument("--prepare", type=Path, metavar="FOLDER", help="learn a policy for --learned; no engine")
     parser.add_argument("--control-file", type=Path)
     parser.add_argument("--backend", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument(
@@ -134,14 +123,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--measure-seconds", type=float, default=90.0, help="length of the measuring load (default 90)")
     parser.add_argument("--steps", type=int, default=100_000, help="training steps of the learned policy")
-    parser.add_argument(
-        "--learned",
-        type=Path,
-        metavar="FILE",
-        help="play this policy of --prepare instead of learning one",
-    )
-    parser.add_argument("--longest", type=int, default=LONGEST, help="most tokens of a request, prompt and output")
-    parser.add_argument("--agents", nargs="+", default=list(AGENTS))
     return parser.parse_args(arguments)
 
 
@@ -196,7 +177,7 @@ def compare(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str,
     """Scale the task, learn it, and play all policies on the engine and in its simulator."""
     # Rates and constants are those of an episode of this length.
     task = replace(get_task(args.task), episode_length=args.seconds)
-    task = drafts_as_measured(live_task(scaled_lengths(task, args.longest), engine))
+    task = drafts_as_measured(live_task(scaled_lengths(task, LONGEST), engine))
     lengths = mean_lengths(task)
     draft_tokens = measure(engine, args, folder, lengths)
     capacity = measure_capacity(engine, *lengths)
@@ -210,9 +191,7 @@ def compare(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str,
         f"; tokens per iteration by drafts {draft_tokens}",
         flush=True,
     )
-    agents = {name: name for name in args.agents}
-    if "learned" in agents:
-        agents["learned"] = f"ppo:{args.learned}" if args.learned else learned(folder, args.steps)
+    agents = {**{name: name for name in (*CONSTANTS, "heuristic")}, "learned": learned(folder, args.steps)}
     seeds = range(FIRST_SEED, FIRST_SEED + args.repeats)
     played = {name: Played() for name in agents}
     for seed in seeds:
@@ -238,33 +217,6 @@ def compare(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str,
         "slo_ms": task.slo_target_ms,
         "agents": {name: {"engine": vars(played[name]), "simulator": simulated[name]} for name in agents},
     }
-
-
-def engine_before(folder: Path, seen: Mapping[str, Any]) -> None:
-    """Make the engine of earlier results, and the traffic scaled to it, the default table and the task ``live``.
-
-    Iteration times are those of ``benchmarks/fidelity/engine.py``, capacity and accepted drafts those that were
-    ``seen``.
-    """
-    folder.mkdir(exist_ok=True)
-    times = json.loads((RESULTS / "engine_fidelity.json").read_text(encoding="utf-8"))["times"]
-    pool_blocks = KV_BLOCKS - 1  # one is vLLM's placeholder
-    per_token = float(ModelShape().kv_bytes_per_token())
-    facts = EngineFacts("random", BLOCK_TOKENS, pool_blocks, per_token, SLOTS, TOKEN_BUDGET, LONGEST)
-    path = build_table(
-        folder / "engine.parquet",
-        EngineSource("vllm", EngineTimes.of_dict(times), facts),
-        engine_profile("vllm", facts, 0.0, "benchmarks/fidelity/engine.py"),
-        jobs=1,
-        progress=False,
-        saturated=False,
-        spec_tokens={int(drafts): tokens for drafts, tokens in seen["draft_tokens"].items()},
-    )
-    os.environ[TABLE_ENV] = str(path)
-    task = replace(get_task(seen["task"]), episode_length=seen["seconds"], active_actions=tuple(seen["knobs"]))
-    task = scaled_rates(drafts_as_measured(scaled_lengths(task, LONGEST)), seen["peak_tps"])
-    capacity = Capacity(seen["floor_tps"], seen["peak_tps"])
-    os.environ[TASKS_ENV] = str(write_task(folder / "live.json", TASK_ID, task, engine_calibration(task, capacity)))
 
 
 def learned(folder: Path, steps: int) -> str:
@@ -338,7 +290,7 @@ HEADS: Final = (
 def markdown(result: Mapping[str, Any]) -> str:
     """The document's part."""
     scores = {name: np.array(each["engine"]["scores"]) for name, each in result["agents"].items()}
-    best = max((name for name in scores if name.startswith("constant")), key=lambda n: scores[n].mean(), default=None)
+    best = max((name for name in scores if name.startswith("constant")), key=lambda n: scores[n].mean())
     drafted = ", ".join(f"{tokens:.2f} with {length}" for length, tokens in result["draft_tokens"].items())
     lines = [
         "<!-- written by benchmarks/live/policies.py; do not edit -->",
@@ -356,7 +308,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     for name, each in result["agents"].items():
         real, simulated = each["engine"], float(np.mean(each["simulator"]["scores"]))
-        gap = "" if best in (None, name) else ranged(scores[name] - scores[best], "+")
+        gap = "" if name == best else ranged(scores[name] - scores[best], "+")
         p50, p99 = np.quantile(real["ttft_ms"], (0.5, 0.99)) if real["ttft_ms"] else (np.nan, np.nan)
         tokens, late, preempted = (float(np.mean(real[key])) for key in ("tokens_per_s", "late", "preemptions"))
         figures = (f"{simulated:.3f}", f"{tokens:.0f}", f"{p50:.0f}", f"{p99:.0f}", f"{late:.1%}", f"{preempted:.0f}")
