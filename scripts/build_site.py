@@ -30,6 +30,8 @@ PARTS: Final = {
     "Start": ["README.md", "docs/first-steps.md", "ENVIRONMENT.md", "docs/cli.md"],
     "Learn": [
         "docs/learning.md",
+        "docs/ppo.md",
+        "docs/language-models.md",
         "docs/rollouts.md",
         "docs/results.md",
         "docs/openenv.md",

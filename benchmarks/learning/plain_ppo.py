@@ -231,6 +231,8 @@ def report(results: dict[str, Any]) -> str:
             )
     lines += [
         "",
+        "<!-- details -->",
+        "",
         "| task | learner | environments | training seed | steps | score | 95% interval | highest on the way "
         "| seconds |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -2,8 +2,8 @@
 
     python -m benchmarks.learning.transcripts --url http://localhost:7860 --smollm2 http://localhost:8000/v1
 
-writes results/transcripts/*.md. The server of SmolLM2 is the one of docs/learning.md; without --smollm2 the scripts
-play alone. They double the batch size as long as more tokens/s are written. All play the first task.
+writes results/transcripts/*.md. The server of SmolLM2 is the one of docs/language-models.md; without --smollm2 the
+scripts play alone. They double the batch size as long as more tokens/s are written. All play the first task.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_the_tokens_of_an_episode_are_those_that_the_document_states(
     """Up to one in a hundred: processors differ in last digits, which change the length of a text."""
     monkeypatch.setattr(sys, "argv", ["episode_tokens", "--url", server.url])
     episode_tokens.main()
-    stated = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    stated = (ROOT / "docs" / "language-models.md").read_text(encoding="utf-8")
     for row in capsys.readouterr().out.splitlines()[2:]:
         _, name, *measured, _ = (cell.strip() for cell in row.split("|"))
         found = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", stated, re.MULTILINE)
