@@ -105,6 +105,70 @@ def _add_turns(source: Source, conversation: Value, since_s: float, mark: int, f
         found.append({"t": began, "in": turn[0], "out": request.at("out").tokens(), "hash_ids": ids})
 
 
+_SPAN_PROMPT: Final = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_SPAN_OUTPUT: Final = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+"""Attributes of a span with token counts: OpenTelemetry's conventions, those until version 1.26, and OpenInference's.
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/"""
+_NO_INFERENCE: Final = frozenset({"embeddings", "create_agent", "invoke_agent", "invoke_workflow", "execute_tool"})
+"""Operations (``gen_ai.operation.name``) whose token counts are no request's, or those of several."""
+_SPAN_ERROR: Final = frozenset({2, "2", "STATUS_CODE_ERROR"})
+_MAX_ATTRIBUTE: Final = 200
+"""Longest attribute (characters) that may be a model, an id or a value of ``--filter``; longer ones are messages."""
+
+
+def _spans(source: Source) -> list[Record]:
+    """Spans of requests in OpenTelemetry's JSON exports, one export a line or a single document.
+
+    A span inside another one that counts, as an engine's span inside its gateway's, is the same request; so is a span
+    that was exported again.
+    """
+    found: dict[str, Record] = {}
+    parents: dict[str, Any] = {}
+    for export in source.documents():
+        for resource in export.at("resourceSpans").items():
+            about = _attributes(resource.find("resource.attributes"))
+            for scope in resource.at("scopeSpans").items():
+                for span in scope.at("spans").items():
+                    name = span.at("spanId").text()
+                    parents[name] = span.value.get("parentSpanId")
+                    fields = {**about, **_attributes(span.find("attributes"))}
+                    if fields.get("gen_ai.operation.name") in _NO_INFERENCE or not set(_SPAN_PROMPT) & set(fields):
+                        continue
+                    status = span.find("status.code")
+                    failed = "error.type" in fields or (status is not None and status.value in _SPAN_ERROR)
+                    started = span.at("startTimeUnixNano").value
+                    found[name] = {**fields, "startTimeUnixNano": started, "status": "error" if failed else "ok"}
+    if not found:
+        raise source.wrong(f"none of its {len(parents):,} spans is of a request with token counts ({_SPAN_PROMPT[0]})")
+    source.within = "spans"
+    outer = [fields for name, fields in found.items() if not _is_within(name, parents, found)]
+    for why, n in (("spans of no request", len(parents) - len(found)), ("recorded twice", len(found) - len(outer))):
+        if n:
+            source.skipped[why] += n
+    return outer
+
+
+def _attributes(listed: Value | None) -> Record:
+    """Attributes of a span or a resource by key, without lists, objects and long texts."""
+    found: Record = {}
+    for attribute in () if listed is None else listed.items():
+        value = attribute.at("value").find("stringValue", "intValue", "doubleValue", "boolValue")
+        if value is not None and len(str(value.value)) <= _MAX_ATTRIBUTE:
+            found[attribute.at("key").text()] = value.value
+    return found
+
+
+def _is_within(name: str, parents: dict[str, Any], found: dict[str, Record]) -> bool:
+    """Whether a span lies, at any depth, inside another one of those found."""
+    passed, outer = {name}, parents.get(name)
+    while outer is not None and outer not in passed:
+        if outer in found:
+            return True
+        passed.add(outer)
+        outer = parents.get(outer)
+    return False
+
+
 TABLE: Final = Format("table")
 FORMATS: Final = (
     Format("azure", "arrival=TIMESTAMP, prompt=ContextTokens, output=GeneratedTokens"),
@@ -134,6 +198,14 @@ FORMATS: Final = (
         "arrival=start_times:s, prompt=input_lens, output=output_lens, status=errors",
         told_by=("start_times",),
         records=_detailed_result,
+    ),
+    Format(
+        "opentelemetry",
+        f"arrival=startTimeUnixNano:ns, prompt={'|'.join(_SPAN_PROMPT)}, output={'|'.join(_SPAN_OUTPUT)}, "
+        "model=gen_ai.request.model|gen_ai.response.model|llm.model_name, "
+        "session=gen_ai.conversation.id|session.id, status=status",
+        told_by=("resourceSpans",),
+        records=_spans,
     ),
 )
 

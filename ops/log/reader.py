@@ -60,8 +60,8 @@ _LISTS: Final = ("data", "logs", "results", "records", "rows", "items", "request
 """Fields in which gateway APIs keep their list of records."""
 _NO_KNOWN_JSON: Final = (
     "JSON of no known log; known are records one a line or in a list (data, logs, results, ...), AIPerf's records, "
-    "Mooncake's traces, GuideLLM's report (benchmarks), vLLM's detailed result (start_times, from --save-detailed) and "
-    "kv-cache-tester's conversations (requests, block_size)"
+    "Mooncake's traces, GuideLLM's report (benchmarks), vLLM's detailed result (start_times, from --save-detailed), "
+    "OpenTelemetry's exports (resourceSpans) and kv-cache-tester's conversations (requests, block_size)"
 )
 
 
@@ -240,7 +240,7 @@ def _json(source: Source, first: str, format: str, given: Columns | None) -> _Ta
             return _document(source, known, given)
     inner = next((key for key in _LISTS if isinstance(record.get(key), list)), None)
     if inner is None:
-        return _records(source, format, given, lambda: _json_lines(source))
+        return _records(source, format, given, lambda: ((source.line, each.value) for each in source.json_lines()))
     listed = source.document().at(inner).elements()
     source.within = inner
     return _records(source, format, given, lambda: _elements(listed))
@@ -255,17 +255,6 @@ def _document(source: Source, known: Format, given: Columns | None) -> _Table:
 def _elements(records: list[Any]) -> Iterator[tuple[int, Any]]:
     """Records of a list, numbered by negative positions (-1 is the first) because they have no lines."""
     return ((-1 - i, record) for i, record in enumerate(records))
-
-
-def _json_lines(source: Source) -> Iterator[tuple[int, Any]]:
-    for line in source.lines():
-        if line.strip():
-            try:
-                value = source.object(line).value
-            except DataFormatError as error:
-                source.leave_out(source.line, error)
-            else:
-                yield source.line, value
 
 
 def _first_object(source: Source, first: str) -> dict[str, Any] | None:

@@ -148,6 +148,28 @@ class Source:
         """The only JSON object of the file."""
         return self.object(self.text())
 
+    def json_lines(self) -> Iterator[Value]:
+        """JSON objects, one a line; lines that hold none are left out as far as :attr:`skip_bad` allows."""
+        for line in self.lines():
+            if line.strip():
+                try:
+                    found = self.object(line)
+                except DataFormatError as error:
+                    self.leave_out(self.line, error)
+                else:
+                    yield found
+
+    def documents(self) -> Iterator[Value]:
+        """The JSON objects of the file, one a line or one over several lines."""
+        first = next((line for line in self.lines() if line.strip()), "")
+        try:
+            self.object(first)
+        except DataFormatError:
+            self.line = 0
+            yield from self.objects(self.text())
+        else:
+            yield from self.json_lines()
+
     def object(self, text: str) -> Value:
         """The only JSON object of a text."""
         found = list(self.objects(text))

@@ -155,6 +155,66 @@ def test_logs_of_gateways_are_read_without_naming_their_columns(tmp_path: Path, 
     check(import_log(tmp_path / "log.json"))
 
 
+def otlp_span(name: str, parent: str, at_ns: int, code: int = 0, **attributes: str | int) -> dict[str, Any]:
+    """A span in OpenTelemetry's JSON encoding; underscores in names of attributes are dots where two follow."""
+    listed = [
+        {"key": key.replace("__", "."), "value": {"stringValue" if isinstance(value, str) else "intValue": str(value)}}
+        for key, value in attributes.items()
+    ]
+    times = {"startTimeUnixNano": str(at_ns), "endTimeUnixNano": str(at_ns + 10**9)}
+    ids = {"traceId": "0a" * 16, "spanId": name, "parentSpanId": parent}
+    return {**ids, "name": "span", **times, "attributes": listed, "status": {"code": code} if code else {}}
+
+
+def otlp_export(i: int, code: int = 0) -> dict[str, Any]:
+    """An export request: an agent's span, inside it one of a client, inside that one of the engine."""
+    at = int(moments("epoch ns")[i])
+    counts: dict[str, str | int] = {
+        "gen_ai__usage__input_tokens": PROMPTS[i],
+        "gen_ai__usage__output_tokens": OUTPUTS[i],
+    }
+    spans = [
+        otlp_span(f"engine{i}", f"http{i}", at + 10**6, **counts),
+        otlp_span(f"http{i}", f"client{i}", at),
+        otlp_span(
+            *(f"client{i}", f"agent{i}", at, code),
+            **{**counts, "gen_ai__operation__name": "chat", "gen_ai__request__model": "llama"},
+        ),
+        otlp_span(f"agent{i}", "", at, **{**counts, "gen_ai__operation__name": "invoke_agent"}),
+    ]
+    about = {"attributes": [{"key": "service.name", "value": {"stringValue": "gateway"}}]}
+    return {"resourceSpans": [{"resource": about, "scopeSpans": [{"scope": {"name": "sdk"}, "spans": spans}]}]}
+
+
+@pytest.mark.parametrize("form", ["lines", "document"])
+def test_an_export_of_opentelemetry_counts_each_request_once(tmp_path: Path, form: str) -> None:
+    exports = [otlp_export(i) for i in range(3)]
+    document = {"resourceSpans": [each["resourceSpans"][0] for each in exports]}
+    # The collector exports again what was not acknowledged.
+    text = lines([*exports, exports[1]]) if form == "lines" else json.dumps(document, indent=1)
+    (tmp_path / "traces.json").write_text(text)
+    for only in (None, "service.name=gateway"):
+        imported = import_log(tmp_path / "traces.json", only=only)
+        check(imported)
+        assert imported.format == "opentelemetry"
+        assert imported.columns["model"] == "gen_ai.request.model"
+        assert imported.skipped == {"spans of no request": 6, "recorded twice": 3}
+    (tmp_path / "traces.json").write_text(lines([{"resourceSpans": []}]))
+    with pytest.raises(DataFormatError, match=r"none of its 0 spans is of a request with token counts"):
+        import_log(tmp_path / "traces.json")
+
+
+def test_a_failed_span_is_a_failed_request_and_a_cut_line_may_be_left_out(tmp_path: Path) -> None:
+    text = lines([otlp_export(0), otlp_export(1, code=2), otlp_export(2)]) + '{"resourceSpans": [{"scopeSp'
+    (tmp_path / "traces.jsonl").write_text(text)
+    with pytest.raises(DataFormatError) as refused:
+        import_log(tmp_path / "traces.jsonl")
+    assert refused.value.line == 4
+    imported = import_log(tmp_path / "traces.jsonl", skip_failed=True, skip_bad=1)
+    assert imported.log.prompt_tokens.tolist() == [PROMPTS[0], PROMPTS[2]]
+    assert (imported.skipped["failed"], imported.skipped["cannot be read"]) == (1, 1)
+
+
 def test_requests_that_a_gateway_marks_as_failed_are_told_from_the_others(tmp_path: Path) -> None:
     failed = {**litellm_row(1, "failure"), "prompt_tokens": None, "startTime": "2025-06-01T12:00:01Z"}
     (tmp_path / "log.jsonl").write_text(lines([litellm_row(0), failed, litellm_row(1), litellm_row(2)]))
