@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final, Self
 
@@ -252,7 +252,7 @@ class OpenLoop:
         self._api = api
         self._started = math.nan
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._play()), name="open-loop", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._play()), name="load", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
 
@@ -298,35 +298,36 @@ class OpenLoop:
                 group.create_task(self._api.complete(client, timing, self._started))
 
 
+class ClosedLoop(OpenLoop):
+    """Sends requests in the order given from ``clients`` clients, each its next one when its last has ended.
+
+    Given arrival times are ignored: a request is due when its client sends it, and 0 until then.
+    """
+
+    def __init__(self, api: EngineApi, requests: Sequence[EngineRequest], clients: int) -> None:
+        super().__init__(api, [replace(request, arrival_s=0.0) for request in requests])
+        self._clients = clients
+
+    async def _send_all(self, client: httpx.AsyncClient) -> None:
+        unsent = iter(self.timings)
+
+        async def send_one_after_another() -> None:
+            for timing in unsent:
+                timing.request = replace(timing.request, arrival_s=self.now_s())
+                await self._api.complete(client, timing, self._started)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._clients):
+                group.create_task(send_one_after_another())
+
+
 def play_open(api: EngineApi, requests: Sequence[EngineRequest]) -> list[RequestTiming]:
     """Send each request when it is due; returns when all have ended."""
     with OpenLoop(api, requests) as load:
         return load.wait()
 
 
-def play_closed(api: EngineApi, requests: Sequence[EngineRequest], n_clients: int) -> list[RequestTiming]:
-    """Send requests from this many clients; each sends its next request when its last has ended.
-
-    Given arrival times are ignored: a request is due when its client sends it.
-    """
-    return asyncio.run(_play_closed(api, requests, n_clients))
-
-
-async def _play_closed(api: EngineApi, requests: Sequence[EngineRequest], n_clients: int) -> list[RequestTiming]:
-    timings: list[RequestTiming] = []
-    waiting = iter(requests)
-    started = time.monotonic()
-
-    async def send_one_after_another(client: httpx.AsyncClient) -> None:
-        for request in waiting:
-            due = EngineRequest(
-                time.monotonic() - started, request.prompt_tokens, request.output_tokens, request.class_index
-            )
-            timing = RequestTiming(due)
-            timings.append(timing)
-            await api.complete(client, timing, started)
-
-    async with api.client() as client, asyncio.TaskGroup() as group:
-        for _ in range(n_clients):
-            group.create_task(send_one_after_another(client))
-    return timings
+def play_closed(api: EngineApi, requests: Sequence[EngineRequest], clients: int) -> list[RequestTiming]:
+    """Send requests from this many clients (:class:`ClosedLoop`); returns when all have ended."""
+    with ClosedLoop(api, requests, clients) as load:
+        return load.wait()

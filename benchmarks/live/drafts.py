@@ -1,6 +1,7 @@
 """Draft length on a real engine whose acceptance of drafts changes, set twice a second; one policy is learned.
 
     python -m benchmarks.live.drafts                    measures, learns, plays; writes results/live_drafts.json and .md
+    python -m benchmarks.live.drafts --place clients    the same with a constant number of clients
     python -m benchmarks.live.drafts --prepare FOLDER   measures and learns only; --prepared FOLDER plays what it wrote
     python -m benchmarks.live.drafts --stand-in         plays the discrete-event reference of the table, printed only
 
@@ -73,13 +74,18 @@ TABLE_FILE, POLICY_FILE, CHOSEN_FILE = "engine.parquet", "policy.npz", "chosen.j
 
 
 class Stage(NamedTuple):
-    """A stretch of traffic: Poisson arrivals whose drafts are accepted with this probability; its objectives."""
+    """A stretch of traffic: Poisson arrivals whose drafts are accepted with this probability; its objectives.
+
+    With ``clients`` the workload is a closed loop of so many clients, in every stage: each sends its next request when
+    its last is answered, and ``seconds`` times ``rate_rps`` is the number of requests of the stage.
+    """
 
     seconds: float
     rate_rps: float
     acceptance: float
     ttft_s: float = 1.0
     tpot_s: float = 0.08
+    clients: int | None = None
 
 
 Range = tuple[float, float]
@@ -90,11 +96,12 @@ class Place:
     """An engine, the traffic that suits it, and how often its draft length is set.
 
     Acceptance is .95 (copied text) and .3 (stories). ``calm_rps``, ``flood_rps`` (requests per second), ``calm_s`` and
-    ``other_s`` are ranges of the traffic to learn from. Its engines take ``fixed`` times as long for an iteration as
-    the table says, and ``rows`` times as long for sequences and tokens. ``drain_s`` is the longest time after the last
-    arrival; what is still unanswered then counts with the time so far. ``bursts`` are batch sizes at which iterations
-    are measured with drafts too. After the first draw the best ``finalists`` constants play on. ``max_num_seqs`` is
-    ``slots``, and ``kv_blocks`` None leaves the KV pool to vLLM.
+    ``other_s`` are ranges of the traffic to learn from; with ``clients``, a range, it is closed loops of so many
+    clients, and rates are per client. Its engines take ``fixed`` times as long for an iteration as the table says, and
+    ``rows`` times as long for sequences and tokens. ``drain_s`` is the longest time after the last arrival; what is
+    still unanswered then counts with the time so far. ``bursts`` are batch sizes at which iterations are measured with
+    drafts too. After the first draw the best ``finalists`` constants play on. ``max_num_seqs`` is ``slots``, and
+    ``kv_blocks`` None leaves the KV pool to vLLM.
     """
 
     results: str
@@ -113,6 +120,7 @@ class Place:
     fixed: Range
     rows: Range
     bursts: tuple[int, ...] = ()
+    clients: tuple[int, int] | None = None
     finalists: int = len(SPEC_LENGTHS)
     eager: bool = True
     options: tuple[str, ...] = ()
@@ -128,6 +136,17 @@ CPU: Final = Place(
     fixed=(0.8, 1.5), rows=(0.4, 1.6),
 )  # fmt: skip
 """vLLM for CPU with a model of 107 million parameters."""
+CLIENTS: Final = replace(
+    CPU, results="live_drafts_clients", drain_s=60.0, clients=(2, 8), finalists=2, bursts=(1, 2, 4, 8, 16),
+    workloads={
+        "clients": tuple(
+            Stage(seconds, 40.0 / seconds, acceptance, tpot_s=tpot_s, clients=4)
+            for seconds, acceptance, tpot_s in 2 * ((6.0, 0.95, 0.0105), (14.0, 0.3, 0.027))
+        ),
+    },
+    calm_rps=(0.5, 1.5), flood_rps=(0.5, 1.5), calm_s=(4.0, 14.0), other_s=(4.0, 14.0),
+)  # fmt: skip
+"""The same engine; a constant number of clients keeps the batch as large while the content changes."""
 GRAPH_ROWS: Final = [1, 4, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640]
 GPU: Final = Place(
     "live_drafts_gpu", ModelShape(32, 4096, 14336, 32, 8, 128_256, 4096), slots=128, kv_blocks=None, hold_s=0.15,
@@ -141,28 +160,55 @@ GPU: Final = Place(
     ),
 )  # fmt: skip
 """vLLM on one GPU with the shape of Llama-3.1-8B, compiled and with CUDA graphs."""
-PLACES: Final = {"cpu": CPU, "gpu": GPU}
+PLACES: Final = {"cpu": CPU, "clients": CLIENTS, "gpu": GPU}
 HERE = CPU
 """The place that is played; :func:`main` sets it."""
-HEADINGS: Final = {"flood": "Calm, flood, calm", "content": "The content changes, the load does not"}
+HEADINGS: Final = {
+    "flood": "Calm, flood, calm",
+    "content": "The content changes, the load does not",
+    "clients": "The content changes, the batch does not",
+}
 
 
 def drawn_requests(stages: Sequence[Stage], rng: random.Random) -> list[tuple[EngineRequest, Stage]]:
     """Requests in order of arrival, each with its stage."""
     found, begin_s = [], 0.0
     for stage in stages:
+        if stage.clients is not None:
+            n = round(stage.seconds * stage.rate_rps)
+            found += [(drawn_request(0.0, stage, rng), stage) for _ in range(n)]
+            continue
         at_s = begin_s + rng.expovariate(stage.rate_rps)
         begin_s += stage.seconds
         while at_s < begin_s:
-            lengths = (rng.randint(*HERE.prompt), rng.randint(*HERE.output))
-            found.append((EngineRequest(at_s, *lengths, acceptance=stage.acceptance), stage))
+            found.append((drawn_request(at_s, stage, rng), stage))
             at_s += rng.expovariate(stage.rate_rps)
     return found
+
+
+def drawn_request(at_s: float, stage: Stage, rng: random.Random) -> EngineRequest:
+    """A request of a stage."""
+    return EngineRequest(at_s, rng.randint(*HERE.prompt), rng.randint(*HERE.output), acceptance=stage.acceptance)
+
+
+def arrivals_end_s(stages: Sequence[Stage]) -> float:
+    """Until when requests may still arrive, whatever has been answered (s)."""
+    return 0.0 if stages[0].clients else sum(stage.seconds for stage in stages)
+
+
+def latest_end_s(stages: Sequence[Stage]) -> float:
+    """When an episode ends at the latest (s)."""
+    return sum(stage.seconds for stage in stages) + HERE.drain_s
 
 
 def training_stages(rng: random.Random) -> list[Stage]:
     """Traffic to learn from: floods and changes of content, together or not, at any time."""
     calm = Stage(rng.uniform(*HERE.calm_s), rng.uniform(*HERE.calm_rps), drawn_acceptance(rng))
+    if HERE.clients is not None:
+        clients = rng.randint(*HERE.clients)
+        calm = calm._replace(clients=clients, rate_rps=clients * calm.rate_rps)
+        other = calm._replace(seconds=rng.uniform(*HERE.other_s), acceptance=drawn_acceptance(rng))
+        return [calm, other, calm._replace(seconds=rng.uniform(*HERE.calm_s))]
     other = calm._replace(seconds=rng.uniform(*HERE.other_s))
     if rng.random() < 0.5:
         other = other._replace(rate_rps=rng.uniform(*HERE.flood_rps))
@@ -368,8 +414,8 @@ class Episode:
         self.engine = SimulatedEngine(tables, HERE.slots, max(SPEC_LENGTHS), seed)
         drawn = drawn_requests(stages, random.Random(seed))
         self.stages = [stage for _, stage in drawn]
-        self.load = self.engine.load([request for request, _ in drawn])
-        self.end_s = sum(stage.seconds for stage in stages) + HERE.drain_s
+        self.load = self.engine.load([request for request, _ in drawn], stages[0].clients)
+        self.arrivals_end_s, self.end_s = arrivals_end_s(stages), latest_end_s(stages)
         self.time_s = 0.0
         self._before = self.engine.read()
         self.seen = Seen.between(self._before, self._before, 0)
@@ -385,7 +431,7 @@ class Episode:
     @property
     def done(self) -> bool:
         """Whether the traffic has ended and all requests are answered, or the time is over."""
-        if self.time_s < self.end_s - HERE.drain_s:
+        if self.time_s < self.arrivals_end_s:
             return False
         return self.time_s >= self.end_s or all(timing.ended_s is not None for timing in self.load.timings)
 
@@ -424,7 +470,7 @@ class LearningEnv(AutoresetVectorEnv):
     def __init__(self, num_envs: int, tables: ServingTables) -> None:
         self._tables, self._times, self._series = tables, StepTimes(tables), SeedSeries(num_envs)
         self._rows: list[Episode] = [None] * num_envs  # type: ignore[list-item]  # until the first reset
-        self._usual: list[FloatArray] = [np.zeros(0)] * num_envs
+        self._usual: list[Life] = [(np.zeros(0), np.zeros(0))] * num_envs
         self._features = [Features(self._times) for _ in range(num_envs)]
         self._observed = np.zeros((num_envs, Features.N), np.float32)
         space = spaces.Box(-np.inf, np.inf, (Features.N,), np.float32)
@@ -435,7 +481,7 @@ class LearningEnv(AutoresetVectorEnv):
             usual, rule = training_episode(self._tables, seed), Goodput(self._times)
             while not usual.done:
                 usual.play(rule(usual.seen))
-            self._usual[row] = ends_s(usual.load.timings)
+            self._usual[row] = life_s(usual.load.timings)
             self._rows[row] = training_episode(self._tables, seed)
             self._features[row] = Features(self._times)
             self._observed[row] = self._features[row](self._rows[row].seen)
@@ -444,10 +490,15 @@ class LearningEnv(AutoresetVectorEnv):
         reward = np.zeros(self.num_envs)
         for row, choice in enumerate(actions):
             episode = self._rows[row]
-            began_s, due_s = episode.time_s, np.array([each.request.arrival_s for each in episode.load.timings])
+            began_s = episode.time_s
             episode.play(SPEC_LENGTHS[choice])
-            for end_s, sign in ((self._usual[row], 1.0), (ends_s(episode.load.timings), -1.0)):
-                grown = log_ages(due_s, end_s, episode.time_s) - log_ages(due_s, end_s, began_s)
+            # The rule may end later than the episode; then the last step counts all that is left.
+            usual_to_s = episode.end_s if episode.done else episode.time_s
+            for life, to_s, sign in (
+                (self._usual[row], usual_to_s, 1.0),
+                (life_s(episode.load.timings), episode.time_s, -1.0),
+            ):
+                grown = log_ages(life, to_s) - log_ages(life, began_s)
                 reward[row] += sign * REWARD_SCALE * float(grown.sum())
             self._observed[row] = self._features[row](episode.seen)
         return reward
@@ -463,13 +514,19 @@ class LearningEnv(AutoresetVectorEnv):
         return {}
 
 
-def ends_s(timings: Sequence[RequestTiming]) -> FloatArray:
-    """When each request was answered (s); infinite if it was not."""
-    return np.array([math.inf if each.ended_s is None else each.ended_s for each in timings])
+Life = tuple[FloatArray, FloatArray]
+"""When each request was due and when it was answered (s); infinite if it was not."""
 
 
-def log_ages(due_s: FloatArray, end_s: FloatArray, now_s: float) -> FloatArray:
+def life_s(timings: Sequence[RequestTiming]) -> Life:
+    """Life of each request so far. In a closed loop it begins when its client sends it."""
+    due = [math.inf if each.sent_s is None else each.request.arrival_s for each in timings]
+    return np.array(due), np.array([math.inf if each.ended_s is None else each.ended_s for each in timings])
+
+
+def log_ages(life: Life, now_s: float) -> FloatArray:
     """Logarithm of the age of each request, which grows from :data:`YOUNG_S` until it is answered."""
+    due_s, end_s = life
     ages: FloatArray = np.log(np.maximum(np.minimum(end_s, now_s) - due_s, YOUNG_S))
     return ages
 
@@ -538,7 +595,12 @@ def validated(tables: ServingTables, make: Make) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--venv", type=Path, default=Path(".venv-engine"), help="where the engine is installed")
-    parser.add_argument("--place", choices=sorted(PLACES), default="cpu", help="vLLM for CPU, or on a GPU")
+    parser.add_argument(
+        "--place",
+        choices=sorted(PLACES),
+        default="cpu",
+        help="vLLM for CPU with arrivals or with a constant number of clients, or on a GPU",
+    )
     parser.add_argument("--repeats", type=int, default=6, help="draws of each workload (default 6)")
     parser.add_argument("--steps", type=int, default=240_000, help="steps that PPO learns from (default 240,000)")
     parser.add_argument("--measure-seconds", type=float, default=70.0, help="load of the measurement (default 70)")
@@ -759,13 +821,15 @@ def yardstick(engine: Engine) -> float:
 def play(engine: Engine, stages: Sequence[Stage], seed: int, player: Contestant, stand_in: bool) -> dict[str, Any]:
     """One episode on the engine."""
     drawn = drawn_requests(stages, random.Random(seed))
-    end_s = sum(stage.seconds for stage in stages) + HERE.drain_s
+    end_s = latest_end_s(stages)
     policy = (player.in_simulator if stand_in else player.on_engine)()
     lengths, time_s = [0], 0.0
-    with engine.load([request for request, _ in drawn]) as load:
+    with engine.load([request for request, _ in drawn], stages[0].clients) as load:
         before = engine.read()
         seen = Seen.between(before, before, 0)
-        while time_s < end_s - HERE.drain_s or (time_s < end_s and any(each.ended_s is None for each in load.timings)):
+        while time_s < arrivals_end_s(stages) or (
+            time_s < end_s and any(each.ended_s is None for each in load.timings)
+        ):
             lengths.append(policy(seen))
             if lengths[-1] != lengths[-2] or time_s == 0.0:
                 engine.set(Orders({"spec_length": float(lengths[-1])}))

@@ -101,8 +101,11 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self, requests: Sequence[EngineRequest]) -> Load:
-        """Send each request when it is due, counted from when the load is entered."""
+    def load(self, requests: Sequence[EngineRequest], clients: int | None = None) -> Load:
+        """Send each request when it is due, counted from when the load is entered.
+
+        With ``clients`` so many clients send them in order, each its next one when its last has ended (closed loop).
+        """
         ...
 
 

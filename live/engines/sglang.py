@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, RemoteError, refusal
-from live.driver import EngineApi, EngineRequest, OpenLoop
+from live.driver import ClosedLoop, EngineApi, EngineRequest, OpenLoop
 from live.engines.engine import Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
 
@@ -82,8 +82,8 @@ class SglangEngine:
             raise RemoteError(f"SGLang did not become {role}: {answer}")
         return str(answer.get("old_role"))
 
-    def load(self, requests: Sequence[EngineRequest]) -> OpenLoop:
-        return OpenLoop(self.api, requests)
+    def load(self, requests: Sequence[EngineRequest], clients: int | None = None) -> OpenLoop:
+        return OpenLoop(self.api, requests) if clients is None else ClosedLoop(self.api, requests, clients)
 
     @staticmethod
     def _state(info: Mapping[str, Any]) -> Mapping[str, Any]:

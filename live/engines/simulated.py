@@ -72,15 +72,15 @@ class SimulatedEngine:
         if self._load is not None:
             self._load.simulation.reconfigure(self._fleet, {self._fleet.model.tier: pool})
 
-    def load(self, requests: Sequence[EngineRequest]) -> SimulatedLoad:
-        self._load = SimulatedLoad(self._fleet, requests, self._seed)
+    def load(self, requests: Sequence[EngineRequest], clients: int | None = None) -> SimulatedLoad:
+        self._load = SimulatedLoad(self._fleet, requests, self._seed, clients)
         return self._load
 
 
 class SimulatedLoad:
     """Requests served by a :class:`Simulation`."""
 
-    def __init__(self, fleet: Fleet, requests: Sequence[EngineRequest], seed: int) -> None:
+    def __init__(self, fleet: Fleet, requests: Sequence[EngineRequest], seed: int, clients: int | None = None) -> None:
         self.timings = [RequestTiming(request) for request in requests]
         self._drafts = len(fleet.acceptance) > 0
         columns = np.array(
@@ -88,9 +88,8 @@ class SimulatedLoad:
         ).reshape(len(requests), 3)
         arrival_s = np.array([r.arrival_s for r in requests], dtype=np.float64)
         acceptance = np.array([r.acceptance or 0.0 for r in requests], dtype=np.float64)
-        self.simulation = Simulation(
-            fleet, Requests(arrival_s, columns[:, 0], columns[:, 1], columns[:, 2], acceptance=acceptance), seed
-        )
+        drawn = Requests(arrival_s, columns[:, 0], columns[:, 1], columns[:, 2], acceptance=acceptance)
+        self.simulation = Simulation(fleet, drawn, seed, clients)
         self.simulation.share_times()
 
     def __enter__(self) -> Self:
@@ -107,8 +106,10 @@ class SimulatedLoad:
         replica = simulation.replicas[0]
         written = dict(zip(replica.request[: replica.n].tolist(), replica.tokens[: replica.n].tolist(), strict=True))
         for i, timing in enumerate(self.timings):
-            if timing.ended_s is None and timing.request.arrival_s < to_s:
-                timing.sent_s = timing.request.arrival_s
+            if timing.ended_s is None and simulation.arrival_ms[i] < 1e3 * to_s:  # NaN before it is sent
+                if timing.sent_s is None:
+                    timing.sent_s = float(simulation.arrival_ms[i]) / 1e3
+                    timing.request = replace(timing.request, arrival_s=timing.sent_s)
                 self._update(i, timing, written.get(i, 0) - timing.request.prompt_tokens, to_s)
 
     def _update(self, i: int, timing: RequestTiming, written: int, now_s: float) -> None:

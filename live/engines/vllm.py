@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, RemoteError
-from live.driver import EngineApi, EngineRequest, OpenLoop
+from live.driver import ClosedLoop, EngineApi, EngineRequest, OpenLoop
 from live.engines.engine import Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
 from live.engines.order_file import OrderFile
@@ -94,8 +94,8 @@ class VllmEngine:
         limits = self.limits()
         self._orders.write(Orders(within(orders.knobs, limits), orders.until, within(orders.then or {}, limits)))
 
-    def load(self, requests: Sequence[EngineRequest]) -> OpenLoop:
-        return OpenLoop(self.api, requests)
+    def load(self, requests: Sequence[EngineRequest], clients: int | None = None) -> OpenLoop:
+        return OpenLoop(self.api, requests) if clients is None else ClosedLoop(self.api, requests, clients)
 
     def wait_until_applied(self, limit_s: float = 10.0) -> Mapping[str, Any]:
         """Wait until the engine has read the file; an idle engine reads it with the next request. Returns its state."""

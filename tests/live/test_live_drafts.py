@@ -13,14 +13,17 @@ import pytest
 
 from agents.policies.heuristic import HeuristicAgent
 from benchmarks.live.drafts import (
+    CLIENTS,
     CPU,
     GPU,
     RETRY_DECISIONS,
     Burst,
     Contestant,
+    Episode,
     Features,
     Goodput,
     LearningEnv,
+    Place,
     Seen,
     StepTimes,
     chance_of,
@@ -85,7 +88,11 @@ def test_the_network_sees_how_much_slower_than_its_table_the_engine_drafts(slowe
     assert last == pytest.approx([0.0, 2.0 * math.log(slower)], abs=1e-3)
 
 
-def test_who_plays_as_the_rule_does_earns_nothing_in_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [CPU, CLIENTS])
+def test_who_plays_as_the_rule_does_earns_nothing_in_training(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.live.drafts.HERE", place)
     tables = engine_tables(tmp_path)
     env, twin, rule = LearningEnv(1, tables), training_episode(tables, 5), Goodput(StepTimes(tables))
     env.reset(seed=5)
@@ -115,6 +122,21 @@ def test_requests_have_the_acceptance_of_the_stage_in_which_they_arrive() -> Non
         in_flood = 9.0 <= request.arrival_s < 13.0
         assert (request.acceptance, stage.rate_rps) == ((0.3, 9.0) if in_flood else (0.95, 2.0))
     assert drawn == drawn_requests(CPU.workloads["flood"], random.Random(3))
+
+
+def test_clients_keep_the_batch_as_large_while_the_content_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four clients send their requests stage after stage; one of them may be between two requests."""
+    monkeypatch.setattr("benchmarks.live.drafts.HERE", CLIENTS)
+    stages = CLIENTS.workloads["clients"]
+    episode, running = Episode(TABLES, stages, 7), []
+    while not episode.done:
+        episode.play(1)
+        running.append(episode.seen.running)
+    assert [stage.acceptance for stage in episode.stages] == [a for a in (0.95, 0.3, 0.95, 0.3) for _ in range(40)]
+    timings = episode.load.timings
+    assert all(timing.completed for timing in timings)
+    assert sorted(timings, key=lambda timing: timing.request.arrival_s) == timings
+    assert set(running[:-3]) <= {3.0, 4.0}
 
 
 def test_an_episode_plays_the_lengths_that_its_policy_chose() -> None:
