@@ -66,7 +66,7 @@ RETRY_DECISIONS: Final = 8
 """Decisions without drafts after which TurboSpec's rule drafts once, to see the acceptance."""
 N_ENVS: Final = 32
 N_VALIDATION: Final = 96
-REWARD_SCALE, YOUNG_S = 0.3, 0.1
+REWARD_SCALE, YOUNG_S, SLOW_S = 0.3, 0.1, 0.1
 TABLE_FILE, POLICY_FILE, CHOSEN_FILE = "engine.parquet", "policy.npz", "chosen.json"
 
 
@@ -465,6 +465,9 @@ class LearningEnv(AutoresetVectorEnv):
     A step costs by how much the logarithm of each request's age has grown in it, until the request is answered: the sum
     over an episode is that of the latencies' logarithms. What the same step costs under TurboSpec's rule is added,
     which changes no policy's order and takes away most of the traffic's variance.
+
+    In a closed loop a faster engine has more requests in a second, so there a step earns by how far the logarithm of
+    the time per token is below that of :data:`SLOW_S`, for each answer's worth of tokens.
     """
 
     def __init__(self, num_envs: int, tables: ServingTables) -> None:
@@ -478,11 +481,12 @@ class LearningEnv(AutoresetVectorEnv):
 
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
         for row, seed in zip(*self._series.next(seeds, rows), strict=True):
-            usual, rule = training_episode(self._tables, seed), Goodput(self._times)
-            while not usual.done:
-                usual.play(rule(usual.seen))
-            self._usual[row] = life_s(usual.load.timings)
             self._rows[row] = training_episode(self._tables, seed)
+            if HERE.clients is None:
+                usual, rule = training_episode(self._tables, seed), Goodput(self._times)
+                while not usual.done:
+                    usual.play(rule(usual.seen))
+                self._usual[row] = life_s(usual.load.timings)
             self._features[row] = Features(self._times)
             self._observed[row] = self._features[row](self._rows[row].seen)
 
@@ -492,6 +496,12 @@ class LearningEnv(AutoresetVectorEnv):
             episode = self._rows[row]
             began_s = episode.time_s
             episode.play(SPEC_LENGTHS[choice])
+            self._observed[row] = self._features[row](episode.seen)
+            if (clients := episode.stages[0].clients) is not None:
+                tokens = episode.seen.written
+                slow = SLOW_S * max(tokens, 1.0) / (HERE.hold_s * clients)
+                reward[row] = REWARD_SCALE * tokens / float(np.mean(HERE.output)) * math.log(slow)
+                continue
             # The rule may end later than the episode; then the last step counts all that is left.
             usual_to_s = episode.end_s if episode.done else episode.time_s
             for life, to_s, sign in (
@@ -500,7 +510,6 @@ class LearningEnv(AutoresetVectorEnv):
             ):
                 grown = log_ages(life, to_s) - log_ages(life, began_s)
                 reward[row] += sign * REWARD_SCALE * float(grown.sum())
-            self._observed[row] = self._features[row](episode.seen)
         return reward
 
     def _ended(self) -> tuple[BoolArray, BoolArray]:

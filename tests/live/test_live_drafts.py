@@ -23,7 +23,6 @@ from benchmarks.live.drafts import (
     Features,
     Goodput,
     LearningEnv,
-    Place,
     Seen,
     StepTimes,
     chance_of,
@@ -32,6 +31,7 @@ from benchmarks.live.drafts import (
     heuristic_length,
     markdown,
     play,
+    played,
     playing_on,
     tokens_of,
     training_episode,
@@ -88,11 +88,7 @@ def test_the_network_sees_how_much_slower_than_its_table_the_engine_drafts(slowe
     assert last == pytest.approx([0.0, 2.0 * math.log(slower)], abs=1e-3)
 
 
-@pytest.mark.parametrize("place", [CPU, CLIENTS])
-def test_who_plays_as_the_rule_does_earns_nothing_in_training(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.live.drafts.HERE", place)
+def test_who_plays_as_the_rule_does_earns_nothing_in_training(tmp_path: Path) -> None:
     tables = engine_tables(tmp_path)
     env, twin, rule = LearningEnv(1, tables), training_episode(tables, 5), Goodput(StepTimes(tables))
     env.reset(seed=5)
@@ -103,6 +99,20 @@ def test_who_plays_as_the_rule_does_earns_nothing_in_training(
         earned.append(env.step(np.array([SPEC_LENGTHS.index(drafts)]))[1][0])
     assert len(earned) > 10
     assert earned == pytest.approx([0.0] * len(earned), abs=1e-9)
+
+
+def test_in_a_closed_loop_training_pays_the_faster_policy_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.live.drafts.HERE", CLIENTS)
+    tables = engine_tables(tmp_path)
+    env, found = LearningEnv(1, tables), []
+    for drafts in SPEC_LENGTHS:
+        twin, earned = training_episode(tables, 5), 0.0
+        env.reset(seed=5)
+        while not twin.done:
+            twin.play(drafts)
+            earned += env.step(np.array([SPEC_LENGTHS.index(drafts)]))[1][0]
+        found.append((earned, -played(training_episode(tables, 5), constant(drafts))["ms_per_token"]))
+    assert sorted(found) == sorted(found, key=lambda each: each[1])
 
 
 def test_the_heuristic_drafts_equally_in_calm_and_flood() -> None:
