@@ -19,13 +19,15 @@ const PACE_SECONDS = 10; // over which the speed that the connection allows is t
 const NOTICE_S = 15; // before a flood, hints prepare for it
 const TREND_S = 5; // over which a part of the score rises or falls
 const HINTS = 20; // times in a race that the server is asked which slider to move
-const REACTION_S = 1; // a visitor takes so long to move a slider: a hint gains after it too
+const REACTION_S = 1; // a visitor takes so long to move a slider, at the chosen speed: a hint gains after it too
+const HINTED = 5; // times the clock at most meanwhile, so that there is time to read a hint
 const LATE = 0.2; // of the requests: as the first flood makes so many late, the race stops for a visitor who has moved no slider
 const RACE_S = 45; // a race lasts at most so long at the preset speed
 const FOLLOWED = 25; // times the clock: faster races are not watched
 const RETRY_MS = 1000;
 const LEAST = 0.0005; // in score: less is shown as 0
 const GAIN = 0.005; // in score: advice that gains less is not given
+const HINT_GAIN = 0.001; // the same for hints during the race, of which a few add up
 const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
 const KEPT = "race"; // in the session storage: the run that a reload shows again
@@ -465,32 +467,39 @@ class Race {
     }
   }
 
-  /** Ask the server which move gains most by the end of the episode, if it is made now; it is a hint if it also gains a little later. */
+  /** Ask the server for a hint: the move to make now. */
   async seek() {
     const { mine, generation } = this, action = this.knobs.action(), asked = JSON.stringify(action);
-    const moves = this.moves(action), held = Math.min(Math.round(REACTION_S * this.speed), this.length - mine.reward.length - 1);
-    const played = rows(mine.action);
+    const played = rows(mine.action), held = Math.min(Math.round(REACTION_S * this.speed), this.length - played.length - 1);
     this.seeking = true;
-    const found = await this.bestOf(moves, action, played)
-      .then((best) => best && generation === this.generation && this.bestOf([best], action, [...played, ...Array(held).fill(action)])).catch(() => undefined); // what cannot be checked is not advised
+    const found = await this.bestNow(action, played, held).catch(() => undefined); // what cannot be checked is not advised
     this.seeking = false;
     if (generation !== this.generation || mine !== this.mine || asked !== JSON.stringify(this.knobs.action())) return;
-    this.hinted = found && { ...found, text: found.text.replace(":", ` (${shown(found.name, found.value, this.tiers)}):`) };
+    this.hinted = found && { ...found, freshUntil: played.length + held, text: found.text.replace(":", ` (${shown(found.name, found.value, this.tiers)}):`) };
   }
 
-  /** Moves of one slider: towards the best constant setting, and in tasks that scale to a few replicas more or fewer. */
-  moves(action) {
-    if (this.built !== this.generation) return []; // the other players are still on their way
-    const towards = this.setting ? this.knobs.reach(first(this.setting)) : action, { max_replicas: most } = this.task;
-    const counts = most ? [-2, -1, 1, 2].map((more) => action.replicas + more).filter((count) => count >= 1 && count <= most && count !== towards.replicas) : [];
-    return [towards, ...counts.map((replicas) => ({ ...action, replicas }))].flatMap((goal) => hints(action, goal, this.task));
-  }
-
-  /** The move with the most score after the actions `before`, with its `score`; undefined if none gains. */
-  async bestOf(moves, action, before = []) {
+  /**
+   * The move that gains most by the end of the episode, at once and after `held` seconds too; undefined if none does. In tasks that
+   * scale, it is compared with none until the next hint can be followed, and both go on as the best policy, so that replicas which are
+   * removed for a lull come back.
+   */
+  async bestNow(action, before, held) {
+    if (this.built !== this.generation || before.length >= this.length) return undefined; // the other players are still on their way
+    const plan = rows(this.best.episode.action).slice(before.length), moves = this.moves(action, plan[held]);
     if (!moves.length) return undefined;
-    const [stay, ...moved] = await this.scoresOf(trials(action, moves), before);
-    return bestMove(moves, moved, stay);
+    const until = this.task.max_replicas ? Math.round(this.length / HINTS) + 2 * held : Infinity, [stay, ...moved] = trials(action, moves);
+    const run = (setting, from) => plan.map((planned, i) => (i >= until ? planned : i < from ? action : setting));
+    const [least, ...scores] = await this.scoresOf([run(stay, 0), ...[0, held].flatMap((from) => moved.map((setting) => run(setting, from)))], before);
+    return bestMove(moves, moves.map((_, i) => Math.min(scores[i], scores[moves.length + i])), least, HINT_GAIN);
+  }
+
+  /** Moves of one slider: towards the best constant setting and what is `planned`, and in tasks that scale to a few replicas more or fewer. */
+  moves(action, planned = action) {
+    if (this.built !== this.generation) return []; // the other players are still on their way
+    const towards = this.setting ? first(this.setting) : action, { max_replicas: most } = this.task;
+    const counts = most ? [-2, -1, 1, 2].map((more) => action.replicas + more).filter((count) => count >= 1 && count <= most) : [];
+    const all = [this.knobs.reach(towards), this.knobs.reach(planned), ...counts.map((replicas) => ({ ...action, replicas }))].flatMap((goal) => hints(action, goal, this.task));
+    return [...new Map(all.map((move) => [`${move.name} ${move.value}`, move])).values()];
   }
 
   tellReadings() {
@@ -584,7 +593,9 @@ class Race {
           this.draw();
           drawn = performance.now();
         }
-        due = Math.max(due + 1000 / this.speed, performance.now());
+        const slowed = this.speed <= FOLLOWED && this.mine.reward.length < this.hinted?.freshUntil;
+        if (slowed) played.length = 0;
+        due = Math.max(due + 1000 / (slowed ? Math.min(HINTED, this.speed) : this.speed), performance.now());
         const wait = due - performance.now();
         if (wait > 1) await sleep(wait);
       }
@@ -719,7 +730,7 @@ class Race {
    * plays this episode with it; and what the best policy does that no slider that stays can.
    */
   async advise({ score }) {
-    const action = this.knobs.action(), moves = this.moves(action), [stay, ...scores] = await this.scoresOf(trials(action, moves));
+    const action = this.knobs.action(), moves = this.moves(action), [stay, ...scores] = await this.scoresOf(trials(action, moves).map((setting) => Array(this.length).fill(setting)));
     const move = bestMove(moves, scores, stay);
     const found = move?.score > score + GAIN ? move : stay > score + GAIN ? { text: "start as your sliders are now. They began elsewhere in this race.", score: stay } : undefined;
     this.advised = found?.name ? found : undefined;
@@ -731,23 +742,17 @@ class Race {
     return [slider, adapts ? `${slider ? "Still better" : "to score more"}, move ${this.knobs.title(moved)} during the race, as ${called} does (${shownScore(episode.score)}): see Decisions below.` : ""].filter(Boolean).join(" ");
   }
 
-  /** Scores of this episode under constant settings, after the actions `before`, as the server plays them. */
-  async scoresOf(settings, before = []) {
-    const { length } = this; // another task may be chosen meanwhile
-    const { session_id } = await post("reset/batch", { task_id: this.task.id, seeds: settings.map(() => this.seed), config: { reward: "score" } });
-    const scores = settings.map(() => 0), most = Math.floor(BATCH_SECONDS / settings.length);
-    const hold = async (actions, seconds) => {
-      for (let left = seconds; left > 0; left -= most) {
-        const { rewards } = await post("step/batch", { session_id, actions: [actions.map(address.numbers)], repeat: Math.min(left, most), last: true });
+  /** Scores of this episode under each run's actions, after the actions `before`, as the server plays them. */
+  async scoresOf(runs, before = []) {
+    const seconds = [...before.map((action) => runs.map(() => action)), ...runs[0].map((_, i) => runs.map((run) => run[i]))];
+    const { session_id } = await post("reset/batch", { task_id: this.task.id, seeds: runs.map(() => this.seed), config: { reward: "score" } });
+    const scores = runs.map(() => 0), most = Math.floor(BATCH_SECONDS / runs.length);
+    try {
+      for (let from = 0; from < seconds.length; from += most) {
+        const actions = seconds.slice(from, from + most).map((row) => row.map(address.numbers));
+        const { rewards } = await post("step/batch", { session_id, actions, last: true });
         for (const row of rewards) row.forEach((reward, i) => { scores[i] += reward; });
       }
-    };
-    try {
-      for (let from = 0, until = 1; from < before.length; from = until++) {
-        while (until < before.length && String(address.numbers(before[until])) === String(address.numbers(before[from]))) until++;
-        await hold(settings.map(() => before[from]), until - from);
-      }
-      await hold(settings, length - before.length);
     } finally {
       await post("close/batch", { session_id });
     }
@@ -808,9 +813,9 @@ function columns(known = {}) {
 const trials = (action, moves) => [action, ...moves.map(({ name, value }) => ({ ...action, [name]: value }))];
 
 /** The move that scores most, with its `score`, if it gains on `stay`; else undefined. */
-function bestMove(moves, scores, stay) {
+function bestMove(moves, scores, stay, gain = GAIN) {
   const score = Math.max(...scores);
-  return score > stay + GAIN ? { ...moves[scores.indexOf(score)], score } : undefined;
+  return score > stay + gain ? { ...moves[scores.indexOf(score)], score } : undefined;
 }
 
 /** The first row of columns by name. */
