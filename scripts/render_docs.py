@@ -400,7 +400,8 @@ SCORE_ROWS = {
 
 def scores() -> str:
     """Mean held-out scores with their intervals: `autoscale-mix`, then tasks 3 to 1."""
-    from benchmarks.policies.tasks import cell, timetables
+    from benchmarks.policies.tasks import timetables
+    from benchmarks.report import bracketed
     from inferencegym.tasks import get_task
 
     blind = timetables()
@@ -421,7 +422,7 @@ def scores() -> str:
         columns[get_task(name).heading.replace(")", f"{refusing})")] = scored
     lines = [f"| agent | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name, title in SCORE_ROWS.items():
-        cells = (cell(scored[name]) if name in scored else "–" for scored in columns.values())
+        cells = (bracketed(scored[name]) if name in scored else "–" for scored in columns.values())
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import csv
 import logging
-from pathlib import Path
 from typing import Final
 
+from benchmarks.report import RESULTS
 from ops.fidelity import COLUMNS, published_runs
 from simulator.hardware.catalogue import hardware_data
 
-RESULT: Final = Path(__file__).resolve().parents[1] / "results" / "aiconfigurator.csv"
+RESULT: Final = RESULTS / "aiconfigurator.csv"
 QUANTITIES: Final = {"TTFT p50": "ttft", "TPOT p50": "tpot", "tokens/s": "tokens/s"}
 """Columns of its summary."""
 

@@ -1,14 +1,12 @@
 """Simulator against a real engine: vLLM for CPU with a small random model, on this machine.
 
     python -m benchmarks.fidelity.engine            writes results/engine_fidelity.json and .md
-    python -m benchmarks.fidelity.engine --quick    two loads, printed only
 
 `scripts/install_engine.sh` installs the engine (--venv says where). It is measured first (`inferencegym measure`), then
 plays loads of fixed and mixed lengths, Poisson and in bursts, with large and small KV pools and batches, with drafts
 and without; knobs change while it runs. The discrete-event reference plays every load with the measured times and the
 recorded send times. Counts are compared directly. Latencies are compared in units of the load's own time per token,
-because a shared machine is at times several times slower. It takes about ten minutes on an idle machine; --only plays
-the loads whose names contain a text.
+because a shared machine is at times several times slower. It takes about ten minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.report import store, table
 from inferencegym.files import write_text
 from live.driver import EngineApi, EngineRequest, play_open
 from live.engines.random_model import ModelShape, serve_random_model
@@ -37,7 +36,6 @@ from simulator.hardware.engine_times import EngineTimes
 from simulator.hardware.measured import FloatArray
 from simulator.offline.engine_fit import MeasuredEngine, TimedRequests
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 SLOTS, KV_BLOCKS, DRAFTS, TOKEN_BUDGET = 32, 257, 4, 2048
 COUNTERS: Final = {
     "iterations": "vllm:iteration_tokens_total_count",
@@ -107,24 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The simulator against vLLM for CPU on this machine.")
     parser.add_argument("--venv", type=Path, default=Path(".venv-engine"), help="where the engine is installed")
     parser.add_argument("--seconds", type=float, default=120.0, help="length of the measuring load (default 120)")
-    parser.add_argument("--without-drafts", action="store_true", help="leave out the loads that need a second start")
-    parser.add_argument("--only", default="", metavar="TEXT", help="loads whose names hold this text")
-    parser.add_argument("--quick", action="store_true", help="two loads, printed only")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        loads = [load for load in (LOADS[:2] if options.quick else LOADS) if options.only in load.name]
-        drafting = () if options.quick or options.without_drafts else DRAFTING
-        result = compare(options.venv, Path(folder), options.seconds, loads, drafting)
+        result = compare(options.venv, Path(folder), options.seconds)
     print(text := markdown(result))
-    if options.quick:
-        return
-    write_text(RESULTS / "engine_fidelity.json", json.dumps(result, indent=1) + "\n")
-    write_text(RESULTS / "engine_fidelity.md", text)
+    store("engine_fidelity", result, text)
 
 
-def compare(
-    venv: Path, folder: Path, seconds: float, loads: Sequence[Load], drafting: Sequence[Load]
-) -> dict[str, Any]:
+def compare(venv: Path, folder: Path, seconds: float) -> dict[str, Any]:
     """Measure the engine, then play all loads on it and in the reference."""
     shape = ModelShape()
     options = ("--max-num-batched-tokens", str(TOKEN_BUDGET))
@@ -141,11 +129,10 @@ def compare(
         measured = measure_engine(api, settings)
         print(measured.fit.times, measured.fit.median_error, flush=True)
         measured_at = round(os.getloadavg()[0], 1)
-        rows = [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(loads)]
-    if drafting:
-        with serve_random_model(venv, folder / "drafts", drafts=DRAFTS, **limits) as server:
-            api = EngineApi(server.url).check()
-            rows += [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(drafting)]
+        rows = [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(LOADS)]
+    with serve_random_model(venv, folder / "drafts", drafts=DRAFTS, **limits) as server:
+        api = EngineApi(server.url).check()
+        rows += [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(DRAFTING)]
     return {
         "cpus": os.cpu_count(),
         "measured_at": measured_at,
@@ -278,17 +265,15 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"{iteration_ms(times, 1):.0f} ms with one decoding sequence and {iteration_ms(times, SLOTS):.0f} with "
         f"{SLOTS}; phases held out are predicted {result['held_out_median']:.0%} off at the median.",
         "",
-        "| load | "
-        + " | ".join((*(COUNT_HEADS[name] for name in COUNTS), *(RATIO_HEADS[name] for name in RATIOS)))
-        + " |",
-        "|" + "---|" * (1 + len(COUNTS) + len(RATIOS)),
     ]
+    rows = []
     for row in result["rows"]:
         real, simulated = row["engine"], row["simulator"]
         counts = [f"{real[name]:.0f} / {simulated[name]:.0f}" for name in COUNTS]
         ratios = [f"{simulated[name] / real[name] - 1.0:+.0%}" for name in RATIOS]
-        lines.append("| " + " | ".join((row["load"]["name"], *counts, *ratios)) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append((row["load"]["name"], *counts, *ratios))
+    heads = ("load", *(COUNT_HEADS[name] for name in COUNTS), *(RATIO_HEADS[name] for name in RATIOS))
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
 def iteration_ms(times: EngineTimes, sequences: int) -> float:

@@ -12,8 +12,6 @@ It takes about a minute. The figures need matplotlib (extra ``report``).
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,12 +25,11 @@ from benchmarks.fidelity.accelmark import accelmark_comparisons
 from benchmarks.fidelity.compare import METRICS, Case, Seen, all_cases, dynamics, reference
 from benchmarks.fidelity.hardware_runs import HardwareComparison, hardware_comparisons
 from benchmarks.fidelity.static_batches import argonne_errors
+from benchmarks.report import FIGURES, store, table
 from simulator.coverage import LEVELS, coverage
 from simulator.hardware.tables import load_tables
 from simulator.whatif import STEP_S
 
-HERE = Path(__file__).resolve().parents[1]
-RESULTS, FIGURES = HERE / "results", HERE / "figures"
 # The sources' names of metrics -> quantities of the report.
 QUANTITY = {
     "ttft_ms_p50": "TTFT p50",
@@ -114,25 +111,15 @@ class Errors:
     bias: float
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="How far the simulator is from real hardware.")
-    parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
-    options = parser.parse_args(arguments)
+def main() -> None:
     served = [(case, reference(case)) for case in all_cases()]
     layers = {
         name: (reference_points(served, step_s), hardware_points(hardware_comparisons(step_s=step_s)))
         for name, step_s in STEPS.items()
     }
     result = summary(layers)
-    if options.json:
-        print(json.dumps(result, indent=1))
-        return
-    RESULTS.mkdir(exist_ok=True)
-    FIGURES.mkdir(exist_ok=True)
-    (RESULTS / "fidelity.json").write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
-    text = markdown(result)
-    (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
-    print(text)
+    print(text := markdown(result))
+    store("fidelity", result, text)
     draw_scatter(*layers[ENVIRONMENT], FIGURES / "fidelity.png")
     draw_coverage(FIGURES / "coverage.png")
 
@@ -296,14 +283,14 @@ def _verdict(rows: Sequence[dict[str, Any]], group: str, targets: dict[str, floa
 
 def _operators(rows: Sequence[dict[str, Any]]) -> str:
     body = [
-        (e["group"], str(e["rows"]), *(_percent(e[k]) for k in ("median", "p90", "worst")), f"{e['bias']:+.1%}")
+        (e["group"], e["rows"], *(_percent(e[k]) for k in ("median", "p90", "worst")), f"{e['bias']:+.1%}")
         for e in rows
     ]
     return _table(("rows", "number", "median", "p90", "worst", "bias"), body)
 
 
-def _worst(points: Sequence[dict[str, Any]], count: int = 20) -> str:
-    largest = sorted(points, key=lambda p: -abs(math.log(max(p["simulated"], 1e-9) / p["reference"])))[:count]
+def _worst(points: Sequence[dict[str, Any]]) -> str:
+    largest = sorted(points, key=lambda p: -abs(math.log(max(p["simulated"], 1e-9) / p["reference"])))[:20]
     body = [
         (p["name"], p["quantity"], f"{p['reference']:.4g}", f"{p['simulated']:.4g}", f"{p['error']:+.0%}")
         for p in largest
@@ -311,9 +298,8 @@ def _worst(points: Sequence[dict[str, Any]], count: int = 20) -> str:
     return _table(("load", "quantity", "reference", "simulated", "error"), body)
 
 
-def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)])
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    return "\n".join(table(heads, rows))
 
 
 def _percent(share: float) -> str:

@@ -18,7 +18,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,12 @@ from benchmarks.fidelity.hardware_runs import SYSTEM_40GB, SYSTEMS_80GB, hardwar
 from benchmarks.fidelity.open_suite import LATENCIES, REFUSED, quantity_of
 from benchmarks.fidelity.open_suite import runs as open_runs
 from benchmarks.fidelity.silicon import ClosedLoop, closed_loops, played, referenced
+from benchmarks.report import store, table
 from inferencegym.files import write_text
 from ops.margins import BANDS as LOAD_BANDS
 from ops.margins import CARDS, MARGINS_PATH, SATURATED
 from ops.objectives import QUANTITIES
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 BANDS = ("light", "knee", "saturated", "overload")
 BAND_OF_LOAD = {
     "interactive": "light",
@@ -192,11 +191,9 @@ def _named(rows: Sequence[dict[str, Any]], loads: Mapping[str, str]) -> list[dic
 
 def _table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     quantities = [q for q in ORDER if any(row[q] for row in rows)]
-    lines = ["| " + " | ".join((*names, *quantities)) + " |", "|" + "---|" * (len(names) + len(quantities))]
-    for row in rows:
-        if any(row[q] for q in quantities):
-            lines.append("| " + " | ".join([*(row[n] for n in names), *(_cell(row[q]) for q in quantities)]) + " |")
-    return "\n".join(lines)
+    shown = [row for row in rows if any(row[q] for q in quantities)]
+    cells = [[*(row[n] for n in names), *(_cell(row[q]) for q in quantities)] for row in shown]
+    return "\n".join(table((*names, *quantities), cells))
 
 
 def _cell(e: dict[str, float] | None) -> str:
@@ -286,7 +283,7 @@ def rules() -> str:
     """Measured latencies within the 90% bounds, by split of the open suite, under each of :data:`RULES`."""
     ratios, played = measured_ratios(), [run for run in open_runs() if run.band != REFUSED]
     splits = list(dict.fromkeys(run.split for run in played))
-    lines = ["| " + " | ".join(("bounds", *splits)) + " |", "|---" * (1 + len(splits)) + "|"]
+    rows = []
     for rule, by_card in RULES.items():
         hits: dict[str, list[bool]] = {split: [] for split in splits}
         for quantity, machines in ratios.items():
@@ -301,8 +298,8 @@ def rules() -> str:
                     for name in LATENCIES
                     if quantity_of(name) == quantity and name in run.measured
                 ]
-        lines.append("| " + " | ".join((rule, *(f"{sum(hits[s])} of {len(hits[s])}" for s in splits))) + " |")
-    return "\n".join(lines)
+        rows.append((rule, *(f"{sum(hits[s])} of {len(hits[s])}" for s in splits)))
+    return "\n".join(table(("bounds", *splits), rows))
 
 
 def _by_band(bands: Mapping[str, list[float]], name: str, statistic: Callable[[list[float]], Any]) -> dict[str, Any]:
@@ -328,7 +325,6 @@ def bound_90(values: Sequence[float]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Errors of the dynamics by card and band of utilisation.")
-    parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
     parser.add_argument(
         "--widths", action="store_true", help="print the errors by width of the output lengths, write nothing"
     )
@@ -346,14 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     loops, left_out = closed_loops()
     found = summary(accelmark_points(), silicon_points(loops), left_out)
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "hardware_fidelity.json").write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
-    text = markdown(found)
-    (RESULTS / "hardware_fidelity.md").write_text(text, encoding="utf-8")
-    print(text)
+    print(text := markdown(found))
+    store("hardware_fidelity", found, text)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ its vLLM is older than that default, and for the slower memory of :data:`A100_40
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from benchmarks.report import store, table
 from inferencegym.files import write_text
 from ops.capacity import gap_statistics
 from ops.fidelity import FIGURES_PATH, QUANTITIES, RUNS_PATH
@@ -42,7 +42,6 @@ from simulator.hardware.profiles import engine, hardware
 from simulator.hardware.tables import FloatArray
 
 DATA: Final = Path(__file__).with_name("data")
-RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 A100_40GB: Final = "a100-40gb"
 """A card without tables: it is played with those of the 80 GB card, and reads its weights more slowly."""
 SPLITS: Final = {
@@ -332,19 +331,19 @@ def knee() -> str:
     """
     name = "TTFT p50"
     at = {factor: {(r.card, r.load): r.simulated[name] for r in _llm_d(factor)} for factor in LOAD_FACTORS}
-    lines = ["| card | load | measured | simulated | load factor with the measured |", "|---|---|---|---|---|"]
+    runs = []
     for r in _llm_d():
         if r.band == "knee":
             distance = {f: abs(np.log(found[r.card, r.load] / r.measured[name])) for f, found in at.items()}
             best = min(distance, key=distance.__getitem__)
-            cells = (r.card, r.load, _text(r.measured[name]), _text(r.simulated[name]), f"{best:g}")
-            lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| load | ms in addition | first TTFT p50 | later TTFT p50 | TPOT p50 |", "|---|---|---|---|---|"]
-    for prompt_ms in PROMPT_MS:
-        for load, figures in _by_wave(prompt_ms):
-            lines.append(
-                "| " + " | ".join([load, f"{prompt_ms:g}", *(" / ".join(map(_text, f)) for f in figures)]) + " |"
-            )
+            runs.append((r.card, r.load, _text(r.measured[name]), _text(r.simulated[name]), f"{best:g}"))
+    waves = [
+        (load, f"{prompt_ms:g}", *(" / ".join(map(_text, f)) for f in figures))
+        for prompt_ms in PROMPT_MS
+        for load, figures in _by_wave(prompt_ms)
+    ]
+    lines = table(("card", "load", "measured", "simulated", "load factor with the measured"), runs)
+    lines += ["", *table(("load", "ms in addition", "first TTFT p50", "later TTFT p50", "TPOT p50"), waves)]
     return "\n".join(lines)
 
 
@@ -412,41 +411,41 @@ def markdown(found: dict[str, Any]) -> str:
     rows, runs = (
         [{**row, "model": SERVED.get(row["card"], row["model"])} for row in found[part]] for part in ("groups", "runs")
     )
-    head = ("split", "card", "model", "band", "runs", *QUANTITIES)
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    head = ("split", "card", "model", "band", "runs")
+    errors = []
     for row in rows:
         cells = [f"{100 * row[q]['median']:.0f}%, {100 * row[q]['bias']:+.0f}%" if q in row else "" for q in QUANTITIES]
-        lines.append("| " + " | ".join([*(str(row[name]) for name in head[:5]), *cells]) + " |")
-    within = ["| " + " | ".join(("split", *LATENCIES, "all")) + " |", "|" + "---|" * (2 + len(LATENCIES))]
+        errors.append([*(row[name] for name in head), *cells])
+    within = []
     for split, counts in found["covered"].items():
         total = {part: sum(count[part] for count in counts.values()) for part in ("covered", "figures")}
         cells = [
             f"{count['covered']} of {count['figures']}" if count["figures"] else ""
             for count in (*counts.values(), total)
         ]
-        within.append("| " + " | ".join([split, *cells]) + " |")
-    head = ("split", "card", "model", "load", *QUANTITIES)
-    each = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in runs:
-        cells = [" / ".join(map(_text, row[q])) if q in row else "" for q in QUANTITIES]
-        each.append("| " + " | ".join([*(str(row[name]) for name in head[:4]), *cells]) + " |")
+        within.append([split, *cells])
+    described = ("split", "card", "model", "load")
+    each = [
+        [*(row[name] for name in described), *(" / ".join(map(_text, row[q])) if q in row else "" for q in QUANTITIES)]
+        for row in runs
+    ]
     return "\n".join(
         [
             "<!-- written by benchmarks/fidelity/open_suite.py; do not edit -->",
             "Median of the absolute error, and bias (mean error, positive where the simulation is larger). Bands count "
             "the requests that a replica decodes at a time: *light* up to 8, *knee* 9 to 64, *saturated* more.",
             "",
-            *lines,
+            *table((*head, *QUANTITIES), errors),
             "",
             "Measured latencies within the simulated one times the 90% bound of plans:",
             "",
-            *within,
+            *table(("split", *LATENCIES, "all"), within),
             "",
             "<!-- details -->",
             "",
             "Every run, measured / simulated (ms, tokens/s):",
             "",
-            *each,
+            *table((*described, *QUANTITIES), each),
             "",
         ]
     )
@@ -522,7 +521,6 @@ def requests_csv(played: Sequence[Run]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Errors of the reference on published runs, by split and regime.")
-    parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
     parser.add_argument("--server", action="store_true", help="fit the API server's times, write nothing")
     parser.add_argument("--knee", action="store_true", help="print errors of TTFT p50 at the knee, write nothing")
     parser.add_argument("--requests", action="store_true", help="print the requests of every run, write nothing")
@@ -538,16 +536,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(requests_csv(played), end="")
         return
     found = summary(played)
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
-    RESULTS.mkdir(exist_ok=True)
-    write_text(RESULTS / "open_fidelity.json", json.dumps(found, separators=(",", ":")) + "\n")
     for path, content in zip((RUNS_PATH, FIGURES_PATH), submission_files(played), strict=True):
         write_text(path, content)
-    text = markdown(found)
-    write_text(RESULTS / "open_fidelity.md", text)
-    print(text)
+    print(text := markdown(found))
+    store("open_fidelity", found, text)
 
 
 if __name__ == "__main__":

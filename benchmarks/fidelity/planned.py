@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.fidelity.engine import KV_BLOCKS, RESULTS, TOKEN_BUDGET, Load, set_knobs, slowdown
-from inferencegym.files import write_text
+from benchmarks.fidelity.engine import KV_BLOCKS, TOKEN_BUDGET, Load, set_knobs, slowdown
+from benchmarks.report import store, table
 from inferencegym.models import QUANTILES
 from live.driver import EngineApi, EngineRequest, play_open
 from live.engines.random_model import ModelShape, serve_random_model
@@ -82,8 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = compare(options.venv, Path(folder), options.seconds)
     print(text := markdown(result))
-    write_text(RESULTS / "planned_engine.json", json.dumps(result, indent=1) + "\n")
-    write_text(RESULTS / "planned_engine.md", text)
+    store("planned_engine", result, text)
 
 
 def compare(venv: Path, folder: Path, seconds: float) -> dict[str, Any]:
@@ -173,18 +172,15 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"On {result['cpus']} cores, with a load average of {result['load_average']} over the last quarter of an hour. "
         "Latencies are plan / engine, in ms.",
         "",
-        "| log | objectives | engines | verdict | on the engine | "
-        + " | ".join(SHOWN.values())
-        + " | machine slower by |",
-        "|" + "---|" * (6 + len(SHOWN)),
     ]
+    rows = []
     for row in result["rows"]:
         held = "meets" if row["margin"] >= 0 else "misses"
         both = [f"{row['plan'][name]:.0f} / {row['engine'][name]:.0f}" for name in SHOWN]
         slower = f"{min(row['slowdown']):.2f} to {max(row['slowdown']):.2f}"
-        cells = (row["log"], ", ".join(row["objectives"]), row["engines"], row["verdict"], held, *both, slower)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append((row["log"], ", ".join(row["objectives"]), row["engines"], row["verdict"], held, *both, slower))
+    heads = ("log", "objectives", "engines", "verdict", "on the engine", *SHOWN.values(), "machine slower by")
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
 if __name__ == "__main__":

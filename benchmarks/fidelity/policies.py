@@ -3,7 +3,6 @@
     python -m benchmarks.fidelity.policies               every task: results/policy_fidelity.json, .md and the figure
     python -m benchmarks.fidelity.policies --task 1      one task; the others keep their results
     python -m benchmarks.fidelity.policies --set agents  one of the sets below; the others keep their results
-    python -m benchmarks.fidelity.policies --quick       few seeds and policies, printed only
 
 Every policy plays whole episodes second by second in both, with the same seeds: the same arrivals, prompts and operator
 times. In the reference its observations come from the reference. There are four sets of policies:
@@ -19,7 +18,6 @@ The figure needs the extra `report` (matplotlib).
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,6 +38,7 @@ from agents.registry import make_agent
 from agents.search.solver import RESTARTING, SLOWEST_RAMP, Solver, gate_library, pair_policies
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 from benchmarks.fidelity.timetables import N_BRED, Timetables, best_timetables
+from benchmarks.report import FIGURES, store, stored, table
 from env.dynamics import DynamicsFactory, FluidFleet
 from env.reference import ReferenceFleet
 from inferencegym.models import ACTION_FIELDS
@@ -47,7 +46,6 @@ from inferencegym.spaces.actions import ACTION_LOW, action_mask, snap, to_row
 from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import TaskSpec, get_calibration, list_tasks
 
-HERE = Path(__file__).resolve().parents[1]
 KV_BUDGET, SPEC_LENGTH, BATCH_SIZE, PREFILL, TIER = range(len(ACTION_FIELDS))
 LADDER_TASKS: Final = ("1", "2", "3")
 SEARCH_TASKS: Final = ("2", "3")
@@ -73,19 +71,16 @@ SEARCHED: Final = {"search": "timetables", "near": "changes of the solver's poli
 HEADS: Final = {"fluid": "fluid model", "reference": "reference", "drain": "reference, drain"}
 
 
-class Sizes(NamedTuple):
-    """Number of policies and seeds that are measured."""
-
-    seeds: int = 5
-    ladder: int = 50
-    ladder_seeds: int = 2
-    tried: int = 1500
-    changed: int = 600
-    kept: int = 30
-    search_seeds: int = 4
-
-
-QUICK: Final = Sizes(seeds=1, ladder=16, ladder_seeds=1, tried=60, changed=40, kept=6, search_seeds=1)
+LADDER: Final = 50
+"""Policies of a ladder."""
+TRIED: Final = 1500
+"""Random timetables of a search."""
+CHANGED: Final = 600
+"""Changes of the solver's policies that are tried."""
+KEPT: Final = 30
+"""Best timetables and changes, which play in the reference too."""
+SEARCH_SEEDS: Final = TRAINING_SEEDS[:4]
+"""Seeds for the search, and for the policies that it returns."""
 
 
 class Change(NamedTuple):
@@ -174,16 +169,16 @@ def near_solved(task: TaskSpec, n: int) -> ModeParams:
     return ModeParams(settings, gate, tried.stay, ramp)
 
 
-def best_near_solved(task: TaskSpec, sizes: Sizes) -> ModeParams:
+def best_near_solved(task: TaskSpec) -> ModeParams:
     """The policies near the solver's that the fluid model scores highest."""
-    tried = near_solved(task, sizes.changed)
-    values = Solver(task, get_calibration(task.task_id)).values_of_policies(tried, search_seeds(sizes))
-    return tried.select(np.argsort(-values)[: sizes.kept])
+    tried = near_solved(task, CHANGED)
+    values = Solver(task, get_calibration(task.task_id)).values_of_policies(tried, SEARCH_SEEDS)
+    return tried.select(np.argsort(-values)[:KEPT])
 
 
-def exploits(task: TaskSpec, sizes: Sizes) -> FloatArray:
+def exploits(task: TaskSpec) -> FloatArray:
     """Actions (T, N, 5) of the best timetables of a search in the fluid model."""
-    seeds = search_seeds(sizes)[:BREEDING_SEEDS]
+    seeds = SEARCH_SEEDS[:BREEDING_SEEDS]
 
     def values(actions: FloatArray) -> FloatArray:
         parts = np.array_split(np.arange(actions.shape[1]), -(-actions.shape[1] // TIMETABLES_AT_ONCE))
@@ -194,12 +189,7 @@ def exploits(task: TaskSpec, sizes: Sizes) -> FloatArray:
         mean: FloatArray = np.concatenate(scores).reshape(-1, len(seeds)).mean(axis=1)
         return mean
 
-    return best_timetables(task, values, sizes.tried, sizes.kept)
-
-
-def search_seeds(sizes: Sizes) -> Sequence[int]:
-    """Seeds for the search, and for the policies that it returns."""
-    return TRAINING_SEEDS[: sizes.search_seeds]
+    return best_timetables(task, values, TRIED, KEPT)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -207,56 +197,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", action="append", help="task id, repeatable (default: all)")
     parser.add_argument("--set", action="append", choices=SETS, help="set of policies, repeatable (default: all)")
-    parser.add_argument("--quick", action="store_true", help="few seeds and policies, printed only")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_fidelity.json")
-    parser.add_argument("--no-figure", action="store_true", help="numbers only")
     options = parser.parse_args(arguments)
     sets = options.set or SETS
-    keep = (options.task or options.set) and options.out.exists() and not options.quick
-    known = json.loads(options.out.read_text())["tasks"] if keep else {}
+    known = stored("policy_fidelity")["tasks"] if options.task or options.set else {}
     for task in list_tasks(include_recorded=True):
         if not options.task or str(task.task_id) in options.task:
             before = known.get(str(task.task_id), {})
-            known[str(task.task_id)] = {**before, **measure(task, QUICK if options.quick else Sizes(), sets)}
-            if not options.quick:
-                options.out.write_text(json.dumps({"tasks": known}, indent=1) + "\n")
-    text = markdown(known)
-    print(text)
-    if not options.quick:
-        options.out.with_suffix(".md").write_text(text)
-        if not options.no_figure:
-            draw(known, HERE / "figures" / "policy_fidelity.png")
+            known[str(task.task_id)] = {**before, **measure(task, sets)}
+            store("policy_fidelity", {"tasks": known}, markdown(known))
+    print(markdown(known))
+    draw(known, FIGURES / "policy_fidelity.png")
 
 
-def measure(task: TaskSpec, sizes: Sizes, sets: Sequence[str]) -> dict[str, Any]:
+def measure(task: TaskSpec, sets: Sequence[str]) -> dict[str, Any]:
     """Grades, and parts of grades, of every policy of the sets on a task, in the fluid model and in the reference."""
     began, task_id = time.perf_counter(), str(task.task_id)
     result: dict[str, Any] = {}
     agents = {name: partial(make_agent, name, task) for name in agents_for(task, ["all"])}
     if "agents" in sets:
-        seeds = HELD_OUT_SEEDS[: sizes.seeds]
+        seeds = HELD_OUT_SEEDS[:5]
         played = {label: play_all(task, label, make, seeds) for label, make in {**agents, **canaries(task)}.items()}
         result["seeds"] = list(seeds)
         result["agents"] = {
             label: {column: told(each) for column, each in row.items()} for label, row in played.items()
         }
     if "ladder" in sets and task_id in LADDER_TASKS:
-        seeds = HELD_OUT_SEEDS[: sizes.ladder_seeds]
-        ladder = ladder_policies(task, sizes.ladder - len(agents))
+        seeds = HELD_OUT_SEEDS[:2]
+        ladder = ladder_policies(task, LADDER - len(agents))
         found = side_by_side(task, "ladder", partial(ModeAgent, ladder, task, len(seeds)), len(ladder), seeds)
         for name, make in agents.items():
             for column, grades in side_by_side(task, name, make, 1, seeds).items():
                 found[column] += grades
         result["ladder"] = ranking(found, seeds)
-    seeds = search_seeds(sizes)
+    seeds = SEARCH_SEEDS
     if "search" in sets and task_id in SEARCH_TASKS:
-        actions = exploits(task, sizes)
+        actions = exploits(task)
         found = side_by_side(task, "exploits", partial(Timetables, actions, len(seeds)), actions.shape[1], seeds)
-        result["search"] = {"tried": sizes.tried + N_BRED, **ranking(found, seeds)}
+        result["search"] = {"tried": TRIED + N_BRED, **ranking(found, seeds)}
     if "near" in sets and task_id in SEARCH_TASKS:
-        near = best_near_solved(task, sizes)
+        near = best_near_solved(task)
         found = side_by_side(task, "near the solver's", partial(ModeAgent, near, task, len(seeds)), len(near), seeds)
-        result["near"] = {"tried": sizes.changed, **ranking(found, seeds)}
+        result["near"] = {"tried": CHANGED, **ranking(found, seeds)}
     result["seconds"] = round(time.perf_counter() - began)
     return result
 
@@ -321,7 +302,7 @@ def markdown(tasks: Mapping[str, Any]) -> str:
         rows = result["agents"]
         columns = list(next(iter(rows.values())))
         grades = ["", f"**Task {task_id}**: mean score over {len(result['seeds'])} held-out seeds.", ""]
-        grades += _table(
+        grades += table(
             ["agent", *(HEADS[column] for column in columns)],
             [[name, *(f"{row[column]['score']:.3f}" for column in columns)] for name, row in rows.items()],
         )
@@ -332,7 +313,7 @@ def markdown(tasks: Mapping[str, Any]) -> str:
         if task_id in COMPONENT_TASKS:
             parts = list(next(iter(rows.values()))["fluid"]["parts"])
             details += ["", f"Components on task {task_id}, fluid model / reference:", ""]
-            details += _table(
+            details += table(
                 ["agent", *(part.replace("_", " ") for part in parts)],
                 [
                     [name, *(f"{row['fluid']['parts'][p]:.2f} / {row['reference']['parts'][p]:.2f}" for p in parts)]
@@ -345,7 +326,7 @@ def markdown(tasks: Mapping[str, Any]) -> str:
             f"ladder of {len(result[kind]['fluid'])}"
             if kind == "ladder"
             else f"best {len(result[kind]['fluid'])} of {result[kind]['tried']:,} {SEARCHED[kind]}",
-            str(len(result[kind]["seeds"])),
+            len(result[kind]["seeds"]),
             f"{min(result[kind]['fluid']):.3f} to {max(result[kind]['fluid']):.3f}",
             f"{result[kind]['spearman']:.3f}",
             *(f"{result[kind][name]:+.3f}" for name in ("mean_gap", "largest_gap")),
@@ -357,12 +338,8 @@ def markdown(tasks: Mapping[str, Any]) -> str:
     if ranked:
         heads = ["task", "policies", "seeds", "scores in the fluid model", "Spearman", "mean gap", "largest gap"]
         lines += ["", "Ranking; a gap is the score in the fluid model less that in the reference:", ""]
-        lines += _table(heads, ranked)
+        lines += table(heads, ranked)
     return "\n".join(lines + details) + "\n"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def draw(tasks: Mapping[str, Any], path: Path) -> None:

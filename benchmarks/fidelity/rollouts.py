@@ -11,20 +11,18 @@ scheduler (`benchmarks/fidelity/rollouts_scheduler.py`), the clock is the same.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.report import RESULTS, stored
 from inferencegym.files import write_text
 from simulator.events.fleet import Fleet
 from simulator.events.requests import Requests, Sessions
 from simulator.events.simulation import SessionRun
 from simulator.hardware.engine_times import EngineFacts, EngineModel, EngineTimes, engine_profile
 
-RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 DRAWS: Final = 8
 Row = Mapping[str, Any]
 
@@ -37,14 +35,14 @@ def main() -> None:
 
 def against_engine() -> list[tuple[Row, dict[str, float]]]:
     """Runs of the engine, each with the simulator's run at the same pace."""
-    recorded = results("rollouts_engine")
+    recorded = stored("rollouts_engine")
     works = {work["name"]: work for work in recorded["workloads"]}
     return [(row, at_the_pace_of(row, recorded["engine"], works[row["workload"]])) for row in recorded["runs"]]
 
 
 def against_scheduler() -> list[tuple[Row, dict[str, float]]]:
     """Runs of vLLM's scheduler, each with the simulator's run on the same clock."""
-    recorded, scheduler = results("rollouts_engine"), results("rollouts_scheduler")
+    recorded, scheduler = stored("rollouts_engine"), stored("rollouts_scheduler")
     works = {work["name"]: work for work in recorded["workloads"]}
     clock = scheduler["clock"]
     return [
@@ -117,11 +115,6 @@ def sessions_of(work: Row, block_tokens: int, client_ms: float, seed: int | None
     ways_s = client_ms / 1e3 * (np.ones(n) if seed is None else np.random.default_rng(seed).exponential(size=n))
     turns = Requests(np.array(arrivals_s), np.array(prompts), np.array(outputs))
     return Sessions(turns, np.array(first), np.array(tools_s) + ways_s, np.ones(len(first) - 1, bool), shared)
-
-
-def results(name: str) -> dict[str, Any]:
-    """A file of recorded results."""
-    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def markdown(engine: Sequence[tuple[Row, Row]], scheduler: Sequence[tuple[Row, Row]]) -> str:

@@ -32,16 +32,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.report import RESULTS, as_json, stored
+from inferencegym.files import write_text
 from live.engines.random_model import ModelShape, write_model
 
-RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 STEP_MS, TOKEN_MS, CLIENT_MS, APART_MS = 8.0173, 0.2531, 4.0137, 1e-3
 WORD: Final = 300
 """Token id that every answer consists of."""
 
 
 def main() -> None:
-    played = json.loads((RESULTS / "rollouts_engine.json").read_text(encoding="utf-8"))
+    played = stored("rollouts_engine")
     engine = played["engine"]
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as folder:
@@ -52,10 +53,8 @@ def main() -> None:
             counts = Play(new_scheduler(config, engine), work, engine["block_tokens"], cap).to_the_end()
             runs.append({"workload": work["name"], "cap": cap, **counts})
             print(json.dumps(runs[-1]), flush=True)
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in runs)
-    clock = json.dumps({"step_ms": STEP_MS, "token_ms": TOKEN_MS, "client_ms": CLIENT_MS, "apart_ms": APART_MS})
-    text = f'{{\n "vllm": "{vllm_version}",\n "clock": {clock},\n "runs": [\n{lines}\n ]\n}}\n'
-    (RESULTS / "rollouts_scheduler.json").write_text(text, encoding="utf-8")
+    clock = {"step_ms": STEP_MS, "token_ms": TOKEN_MS, "client_ms": CLIENT_MS, "apart_ms": APART_MS}
+    write_text(RESULTS / "rollouts_scheduler.json", as_json({"vllm": vllm_version, "clock": clock, "runs": runs}))
 
 
 def engine_config(model: Path, engine: Mapping[str, Any]) -> Any:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from benchmarks.report import RESULTS
 from inferencegym.files import write_text
 from inferencegym.models import ROUTERS, ServeAction
 from ops.log.reader import with_blocks
@@ -27,7 +27,6 @@ from simulator.load.prefix import BLOCK_TOKENS
 from simulator.load.requests import RequestLog
 from simulator.whatif import WhatIf
 
-RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 ACTION: Final = ServeAction.from_dict({"kv_budget": 0.9, "batch_size": 256})
 REPLICAS: Final = (2, 4, 8)
 SPAN_S: Final = 300.0

@@ -37,10 +37,9 @@ from agents.registry import make_agent
 from agents.search.calibration import constants_alone
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 from benchmarks.learning.transfer import mixed_envs
-from benchmarks.policies.autoscalers import spread
+from benchmarks.report import spread, store, stored, table
 from inferencegym.tasks import DATA_DIR, SCALING_TASKS, TASKS_ENV, TaskSpec, fingerprint, get_task, parse_task
 
-RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 TASKS_FILE: Final = Path(__file__).with_name("fleet_mix_cards.json")
 BASE: Final = "fleet-mix"
 TABLES: Final = {
@@ -72,14 +71,14 @@ def tasks_on_cards() -> dict[str, Any]:
     kept = {key: value for key, value in raw.items() if key not in measured}
     base = get_task(BASE)
     entries = {}
-    for card, table in TABLES.items():
-        ratio = ReplicaPlan.of(replace(base, hardware=table)).capacity_rps / ReplicaPlan.of(base).capacity_rps
+    for card, hardware in TABLES.items():
+        ratio = ReplicaPlan.of(replace(base, hardware=hardware)).capacity_rps / ReplicaPlan.of(base).capacity_rps
         entries[task_id_on(card)] = {
             **kept,
             "name": f"{raw['name']}, {card}",
             "gym_id": f"{raw['gym_id']}{card.split()[0]}",
             "description": f"{BASE} on 1 to {raw['max_replicas']} {card}, with {ratio:.2f} times its requests.",
-            "hardware": table,
+            "hardware": hardware,
             "arrival_rate_rps": round(raw["arrival_rate_rps"] * ratio, 1),
             "queue_limit": round(raw["queue_limit"] * ratio),
         }
@@ -172,45 +171,32 @@ def markdown(found: dict[str, Any]) -> str:
         agents[f"PPO, {source}"] = {
             head: np.mean([column(run["scores"], cards) for run in own], axis=0) for head, cards in COLUMNS.items()
         }
-    heads = " | ".join(card if card not in HELD_OUT else f"{card}, held out" for card in COLUMNS)
+    heads = [card if card not in HELD_OUT else f"{card}, held out" for card in COLUMNS]
     lines = [
         "<!-- written by benchmarks/learning/card_split.py; do not edit -->",
         f"Scores on the same {len(HELD_OUT_SEEDS)} held-out draws of every card, with 95% intervals. PPO: mean of the "
         f"training seeds, {', '.join(f'{len(own)} on {source}' for source, own in runs.items())}; about "
         f"{found['steps']:,} steps each.",
         "",
-        f"| agent | {heads} |",
-        "|---|" + "---|" * len(COLUMNS),
     ]
-    for name, of in agents.items():
-        lines.append(f"| {name} | " + " | ".join(spread(interval(of[head]).to_dict()) for head in COLUMNS) + " |")
+    scores = [(name, *(spread(interval(of[head]).to_dict()) for head in COLUMNS)) for name, of in agents.items()]
     ppo = agents[f"PPO, {list(SOURCES)[-1]}"]
-    lines += [
-        "",
-        "What PPO trained on three cards scores more than each, paired by draw:",
-        "",
-        f"| over | {heads} |",
-        "|---|" + "---|" * len(COLUMNS),
+    over = [
+        (name, *(spread(paired(ppo[head], of[head]).to_dict(), "+") for head in COLUMNS))
+        for name, of in agents.items()
+        if of is not ppo
     ]
-    for name, of in agents.items():
-        if of is not ppo:
-            cells = [spread(paired(ppo[head], of[head]).to_dict(), "+") for head in COLUMNS]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "<!-- details -->",
-        "",
-        "Every run:",
-        "",
-        "| trained on | training seed | steps | seconds | " + " | ".join(COLUMNS) + " |",
-        "|---|---|---|---|" + "---|" * len(COLUMNS),
-    ]
-    for source, own in runs.items():
-        for run in own:
-            cells = [f"{column(run['scores'], cards).mean():.3f}" for cards in COLUMNS.values()]
-            lines.append(
-                f"| {source} | {run['seed']} | {run['steps']:,} | {run['seconds']:.0f} | " + " | ".join(cells) + " |"
-            )
+    each = [
+        (source, run["seed"], f"{run['steps']:,}", f"{run['seconds']:.0f}",
+         *(f"{column(run['scores'], cards).mean():.3f}" for cards in COLUMNS.values()))
+        for source, own in runs.items()
+        for run in own
+    ]  # fmt: skip
+    lines += table(("agent", *heads), scores)
+    lines += ["", "What PPO trained on three cards scores more than each, paired by draw:", ""]
+    lines += table(("over", *heads), over)
+    lines += ["", "<!-- details -->", "", "Every run:", ""]
+    lines += table(("trained on", "training seed", "steps", "seconds", *COLUMNS), each)
     return "\n".join(lines) + "\n"
 
 
@@ -226,18 +212,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_tasks()
         return
     os.environ[TASKS_ENV] = str(TASKS_FILE)
-    stored = RESULTS / "card_split.json"
     found: dict[str, Any] = {"steps": options.steps, "rivals": rival_scores(), "runs": []}
     if options.add:
-        found["runs"] = json.loads(stored.read_text(encoding="utf-8"))["runs"]
+        found["runs"] = stored("card_split")["runs"]
     done = {(run["trained_on"], run["seed"]) for run in found["runs"]}
     for seed in range(options.seeds):
         for source in SOURCES:
             if (source, seed) not in done:
                 out = options.out / f"{source.replace(' ', '-')}-{seed}"
                 found["runs"].append(one_run(source, seed, options.steps, out))
-        stored.write_text(json.dumps(found) + "\n", encoding="utf-8")
-        (RESULTS / "card_split.md").write_text(markdown(found), encoding="utf-8")
+        store("card_split", found, markdown(found))
     print(markdown(found))
 
 

@@ -14,7 +14,6 @@ each run's own files below ``--out``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import time
@@ -33,12 +32,11 @@ from agents.policies.ppo import PpoAgent
 from agents.policies.stored import POLICY_DIR
 from agents.ppo_demo import local_envs, rise, settings_for, train
 from agents.seeds import HELD_OUT_SEEDS
-from benchmarks.policies.autoscalers import spread
 from benchmarks.policies.tasks import timetables
+from benchmarks.report import FIGURES, bracketed, spread, store, stored, table
 from env.threads import CORES
 from inferencegym.tasks import TaskSpec, get_task
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRATCH, PLAN, WARM, LONG = "from scratch", "from scratch, the formula's reward", "warm-started", "from scratch, longer"
 """Kinds of runs; unless stated otherwise, the reward is the grade."""
 RIVALS = ["random", "naive", "vllm_defaults", "random_search", "heuristic", "best_static", "best_adaptive"]
@@ -102,18 +100,10 @@ def entry(task: TaskSpec, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Stored results of a task: its runs, and the table of those from scratch."""
     scratch = [run for run in runs if run["kind"] == SCRATCH]
     settings = asdict(settings_for(task, from_scratch=True))
-    return {"settings": settings, "runs": runs, "table": table(task, scratch, chosen_of(runs))}
+    return {"settings": settings, "runs": runs, "table": comparison(task, scratch, chosen_of(runs))}
 
 
-def store(results: dict[str, Any], directory: Path) -> None:
-    """Write results, tables and figure."""
-    told = {"cpu_count": os.cpu_count(), "tasks": results}
-    (directory / "results" / "learning.json").write_text(json.dumps(told, indent=1) + "\n")
-    (directory / "results" / "learning.md").write_text(report(results))
-    curves(results, directory / "figures" / "learning.png")
-
-
-def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
+def comparison(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
     """Scores of PPO over its training seeds, and paired differences from other agents on the same held-out seeds."""
     rivals = compare(task, rivals_of(task), HELD_OUT_SEEDS)
     per_seed = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
@@ -165,18 +155,17 @@ def report(results: dict[str, Any]) -> str:
         "Written by `python -m benchmarks.learning.curves`: PPO from scratch over its training seeds. Scores are means",
         "over 30 held-out seeds; differences are those of the mean of the runs, paired by held-out seed.",
         "",
-        "| task | runs | mean | lowest to highest run | over " + " | over ".join(LEVELS) + " |",
-        "|" + "---|" * (4 + len(LEVELS)),
     ]
+    summaries = []
     for task_id, result in results.items():
         means = [run["score"]["mean"] for run in result["runs"] if run["kind"] == SCRATCH]
         over = result["table"]["mean_run_over"]
         cells = [spread(over[rival], "+") if rival in over else "" for rival in LEVELS]
-        lines.append(
-            f"| {task_id} | {len(means)} | {np.mean(means):.3f} | {min(means):.3f} to {max(means):.3f} "
-            f"| {' | '.join(cells)} |"
-        )
+        lowest_to_highest = f"{min(means):.3f} to {max(means):.3f}"
+        summaries.append((task_id, len(means), f"{np.mean(means):.3f}", lowest_to_highest, *cells))
+    heads = ("task", "runs", "mean", "lowest to highest run", *(f"over {rival}" for rival in LEVELS))
     lines += [
+        *table(heads, summaries),
         "",
         "<!-- details -->",
         "",
@@ -185,9 +174,8 @@ def report(results: dict[str, Any]) -> str:
         "`autoscale-mix` they are second runs, and the shipped policies are in `docs/autoscaling.md`; for `fleet-mix`",
         "and `autoscale-azure` none is shipped.",
         "",
-        "| task | agent | score | 95% interval | PPO over it, paired |",
-        "|---|---|---|---|---|",
     ]
+    agents = []
     blind = timetables()
     for task_id, result in results.items():
         shipped = result["table"]["shipped"]
@@ -199,23 +187,17 @@ def report(results: dict[str, Any]) -> str:
             rows[f"PPO, warm-started, {best['steps']:,} steps"] = best["score"]
         for name, i in sorted(rows.items(), key=lambda row: float(row[1]["mean"])):
             over = result["table"]["shipped_over"].get(name)
-            gap = "" if over is None else f"{over['mean']:+.3f} [{over['ci95_low']:+.3f}, {over['ci95_high']:+.3f}]"
-            lines.append(
-                f"| {task_id} | {name} | {i['mean']:.3f} | [{i['ci95_low']:.3f}, {i['ci95_high']:.3f}] | {gap} |"
-            )
-    lines += [
-        "",
-        "Every run; the score is that of the policy that the validation seeds chose.",
-        "",
-        "| task | PPO | training seed | steps | score | score at the end | seconds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for task_id, result in results.items():
-        for run in result["runs"]:
-            lines.append(
-                f"| {task_id} | {run['kind']} | {run['seed']} | {run['steps']:,} | {run['score']['mean']:.3f} "
-                f"| {run['curve'][-1][1]:.3f} | {run['wall_s']:.0f} |"
-            )
+            gap = "" if over is None else bracketed(over, "+")
+            agents.append((task_id, name, *bracketed(i).split(" ", 1), gap))
+    runs = [
+        (task_id, run["kind"], run["seed"], f"{run['steps']:,}", f"{run['score']['mean']:.3f}",
+         f"{run['curve'][-1][1]:.3f}", f"{run['wall_s']:.0f}")
+        for task_id, result in results.items()
+        for run in result["runs"]
+    ]  # fmt: skip
+    lines += table(("task", "agent", "score", "95% interval", "PPO over it, paired"), agents)
+    lines += ["", "Every run; the score is that of the policy that the validation seeds chose.", ""]
+    lines += table(("task", "PPO", "training seed", "steps", "score", "score at the end", "seconds"), runs)
     return "\n".join(lines) + "\n"
 
 
@@ -237,8 +219,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.add and args.ship:
         parser.error("--ship needs the files of all runs: leave --add out")
-    directory = ROOT / "benchmarks"
-    stored = json.loads((directory / "results" / "learning.json").read_text())["tasks"]
+    results = stored("learning")["tasks"]
     task_ids: list[str] = args.task or ["1", "2", "3"]
     n_runs = {SCRATCH: args.seeds, PLAN: args.plan_seeds, WARM: args.warm_seeds}
     jobs = [
@@ -255,7 +236,7 @@ def main() -> None:
         done = {
             (task_id, run["kind"], run["seed"]): run
             for task_id in task_ids
-            for run in stored.get(task_id, {"runs": []})["runs"]
+            for run in results.get(task_id, {"runs": []})["runs"]
         }
     missing = [job for job in jobs if job.key not in done]
     with ProcessPoolExecutor(CORES) as pool:
@@ -265,12 +246,13 @@ def main() -> None:
             runs = [each for (of, _, _), each in sorted(done.items()) if of == job.task_id]
             # A table needs a run from scratch; what is stored after each run is not lost if a later one is stopped.
             if any(each["kind"] == SCRATCH for each in runs):
-                stored = dict(sorted({**stored, job.task_id: entry(get_task(job.task_id), runs)}.items()))
-                store(stored, directory)
+                results = dict(sorted({**results, job.task_id: entry(get_task(job.task_id), runs)}.items()))
+                store("learning", {"cpu_count": os.cpu_count(), "tasks": results}, report(results))
+                curves(results, FIGURES / "learning.png")
     if args.ship:
         for task_id in task_ids:
-            shutil.copy(chosen_of(stored[task_id]["runs"])["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
-    print(report(stored))
+            shutil.copy(chosen_of(results[task_id]["runs"])["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
+    print(report(results))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from statistics import mean
 from typing import Any, Final
 
 from agents.integrations.trl_grpo import CHOICES, SMOLLM2, choice_scores, train
-from benchmarks.live.rollouts_engine import RESULTS, as_json
+from benchmarks.report import store, table
 from inferencegym.client.http import DEFAULT_URL
-from inferencegym.files import write_text
 
 EPISODE_S: Final = 60
 LEARNING_RATES: Final = {"tiny random model": 3e-2, SMOLLM2: 1e-5}
@@ -39,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = SMOLLM2 if name == SMOLLM2 else None
         log = train(options.url, model, options.steps, options.out, choices=True, learning_rate=rate)
         curves[name] = curve(log)
-        write_text(RESULTS / "grpo.json", as_json(result))
-        write_text(RESULTS / "grpo.md", markdown(result))
+        store("grpo", result, markdown(result))
     print(markdown(result))
 
 
@@ -66,16 +64,16 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         f"Scores of the choices of `batch_size`: {worth}. Means over {BLOCK} steps of eight answers.",
         "",
-        "| model | steps | reward | " + " | ".join(f"chose {letter}" for letter in CHOICES) + " | no choice |",
-        "|---|---|---|" + "---|" * (len(CHOICES) + 1),
     ]
+    rows = []
     for name, steps in result["curves"].items():
         for first in range(0, len(steps), BLOCK):
             some = steps[first : first + BLOCK]
             shares = [f"{mean(step[f'chosen/{letter}'] for step in some):.0%}" for letter in (*CHOICES, None)]
             reward = mean(step["reward"] for step in some)
-            lines.append(f"| {name} | {some[0]['step']}-{some[-1]['step']} | {reward:.3f} | {' | '.join(shares)} |")
-    return "\n".join(lines) + "\n"
+            rows.append((name, f"{some[0]['step']}-{some[-1]['step']}", f"{reward:.3f}", *shares))
+    heads = ("model", "steps", "reward", *(f"chose {letter}" for letter in CHOICES), "no choice")
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
 if __name__ == "__main__":

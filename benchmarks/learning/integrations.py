@@ -34,12 +34,10 @@ from benchmarks.learning.integration_plays import (
     by_trl,
     by_verifiers,
 )  # fmt: skip
-from benchmarks.live.rollouts_engine import RESULTS, as_json
+from benchmarks.report import ROOT, store, stored
 from inferencegym.client.http import DEFAULT_URL
-from inferencegym.files import write_text
 from scripts.episode_tokens import prompt_tokens
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / "agents" / "integrations"
 
 
@@ -77,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plays = [one.play.__name__ for one in INTEGRATIONS.values()]
     parser.add_argument("--only", nargs="+", choices=plays, help="measure these again, and keep the others' results")
     options = parser.parse_args(arguments)
-    file = RESULTS / "integrations.json"
-    rows = json.loads(file.read_text(encoding="utf-8")) if options.only and file.exists() else {}
+    rows = stored("integrations") if options.only else {}
     with tempfile.TemporaryDirectory() as folder:
         wheel = options.wheel or built(Path(folder))
         for name, integration in INTEGRATIONS.items():
@@ -89,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rewards = {row["reward"] for row in rows.values() if row["works"]}
             if len(rewards) > 1:
                 raise SystemExit(f"{name} was paid {rows[name]['reward']}, others {rewards}: each pays the score")
-            write_text(file, as_json(rows))
-            write_text(file.with_suffix(".md"), markdown(rows))
+            store("integrations", rows, markdown(rows))
     print(markdown(rows))
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import os
 import runpy
 import shlex
@@ -44,13 +43,14 @@ from agents.evaluate import Decide, compare, gym_scores, interval, paired
 from agents.integrations.sb3 import SB3VecEnv
 from agents.protocol import FloatArray
 from agents.seeds import HELD_OUT_SEEDS
-from benchmarks.policies.autoscalers import spread
 from benchmarks.policies.tasks import timetables
+from benchmarks.report import bracketed, spread, store, stored, table
 from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import get_task
 from inferencegym.vector_env import registered_id
 
-RESULTS: Final = Path(__file__).resolve().parents[1] / "results" / "plain_ppo.json"
+NAME: Final = "plain_ppo"
+"""Name of the results."""
 N_SCORES: Final = 40
 RIVALS: Final = ("heuristic", "best_static", "best_adaptive")
 SCALERS: Final = ("hpa", "planner")
@@ -174,14 +174,13 @@ def rivals(task_id: str) -> dict[str, list[float]]:
     return {e["agent"]: e["scores"] for e in compare(task, names, HELD_OUT_SEEDS)["agents"]}
 
 
-def store(task_id: str, of: dict[str, Any], found: dict[str, Any]) -> None:
+def keep_run(task_id: str, of: dict[str, Any], found: dict[str, Any]) -> None:
     """Write results and tables with a run so far, which replaces the stored one of the same :func:`key`."""
     run = {**of, **found}
-    results = stored()
+    results = stored(NAME)
     runs = [*(each for each in results.get(task_id, {"runs": []})["runs"] if key(each) != key(run)), run]
     results = dict(sorted({**results, task_id: {"rivals": rivals(task_id), "runs": sorted(runs, key=key)}}.items()))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    RESULTS.with_suffix(".md").write_text(report(results), encoding="utf-8")
+    store(NAME, results, report(results))
 
 
 def learner(run: dict[str, Any]) -> tuple[str, str, int]:
@@ -194,12 +193,6 @@ def key(run: dict[str, Any]) -> tuple[str, str, int, int]:
     return *learner(run), run["seed"]
 
 
-def stored() -> dict[str, Any]:
-    """The results so far."""
-    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    return results
-
-
 def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
     names = (*RIVALS, *SCALERS)
@@ -207,11 +200,8 @@ def report(results: dict[str, Any]) -> str:
         "`python -m benchmarks.learning.plain_ppo`: scores on 30 held-out seeds with 95% intervals. Differences are",
         "those of the mean of the runs, paired by held-out seed. The best timetable observes nothing.",
         "",
-        "| task | learner | environments | runs | steps | mean | lowest to highest run | best timetable | over "
-        + " | over ".join(names)
-        + " |",
-        "|" + "---|" * (8 + len(names)),
     ]
+    learners = []
     blind = timetables()
     for task_id, result in results.items():
         for of, group in groupby(result["runs"], key=learner):
@@ -224,30 +214,21 @@ def report(results: dict[str, Any]) -> str:
                 else "-"
                 for name in names
             ]
-            lines.append(
-                f"| {task_id} | {label(of)} | {of[2]} | {len(runs)} | {min(run['steps'] for run in runs):,} "
-                f"| {means.mean():.3f} | {means.min():.3f} to {means.max():.3f} | {blind[task_id]['mean']:.3f} "
-                f"| {' | '.join(over)} |"
-            )
-    lines += [
-        "",
-        "<!-- details -->",
-        "",
-        "| task | learner | environments | training seed | steps | score | 95% interval | highest on the way "
-        "| seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+            steps, lowest_to_highest = min(run["steps"] for run in runs), f"{means.min():.3f} to {means.max():.3f}"
+            figures = (f"{steps:,}", f"{means.mean():.3f}", lowest_to_highest, f"{blind[task_id]['mean']:.3f}")
+            learners.append((task_id, label(of), of[2], len(runs), *figures, *over))
+    heads = ("task", "learner", "environments", "runs", "steps", "mean", "lowest to highest run", "best timetable")
+    lines += [*table((*heads, *(f"over {name}" for name in names)), learners), "", "<!-- details -->"]
+    rows = []
     for task_id, result in results.items():
         for run in result["runs"]:
-            score = run["score"]
             at, highest = max(run["curve"], key=lambda point: float(point[1]))
             on_the_way = f"{highest:.3f} after {at:,}" if len(run["curve"]) > 1 else "-"
-            lines.append(
-                f"| {task_id} | {label(learner(run))} | {run['n_envs']} | {run['seed']} | {run['steps']:,} "
-                f"| {score['mean']:.3f} | [{score['ci95_low']:.3f}, {score['ci95_high']:.3f}] | {on_the_way} "
-                f"| {run['wall_s']:.0f} |"
-            )
-    return "\n".join(lines) + "\n"
+            score = bracketed(run["score"]).split(" ", 1)
+            settings = (task_id, label(learner(run)), run["n_envs"], run["seed"], f"{run['steps']:,}")
+            rows.append((*settings, *score, on_the_way, f"{run['wall_s']:.0f}"))
+    heads = ("task", "learner", "environments", "training seed", "steps", "score", "95% interval")
+    return "\n".join([*lines, "", *table((*heads, "highest on the way", "seconds"), rows)]) + "\n"
 
 
 def label(of: tuple[str, str, int]) -> str:
@@ -281,13 +262,13 @@ def main() -> None:
     torch.distributions.Distribution.set_default_validate_args(False)
     for task_id in args.task or ["3"]:
         env_id = registered_id(get_task(task_id).gym_id, version=2)
-        done = {key(run): run["steps"] for run in stored().get(task_id, {"runs": []})["runs"]}
+        done = {key(run): run["steps"] for run in stored(NAME).get(task_id, {"runs": []})["runs"]}
         for seed in range(args.seeds):
             run = {"library": args.library, "settings": args.options or args.action, "n_envs": args.envs, "seed": seed}
             # CleanRL stops before an update that would exceed the steps.
             if done.get(key(run), 0) < args.steps * (0.95 if args.library == "cleanrl" else 1.0):
-                learn(env_id, args.envs, seed, args.steps, partial(store, task_id, run))
-    print(report(stored()))
+                learn(env_id, args.envs, seed, args.steps, partial(keep_run, task_id, run))
+    print(report(stored(NAME)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from agents.integrations.llm import TOOL_NAME
 from benchmarks.learning.integration_plays import scripted_model
-from benchmarks.live.rollouts_engine import RESULTS
+from benchmarks.report import RESULTS
 from cli.main import main as inferencegym
 from inferencegym.client.http import DEFAULT_URL
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION

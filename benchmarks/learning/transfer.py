@@ -27,12 +27,12 @@ from agents.evaluate import evaluate
 from agents.policies.ppo import PpoAgent
 from agents.ppo_demo import OBSERVATION, PpoSettings, local_envs, train
 from agents.seeds import HELD_OUT_SEEDS
+from benchmarks.report import store, table
 from env.vector import VectorInferenceEnv
 from inferencegym.tasks import AT, TaskSpec, get_task
 from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
 from simulator.hardware.catalogue import table_path
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 CARDS = ("a100-40gb", "l40s-llama-3.1-8b", "h100-llama-3.1-8b", "b200-llama-3.1-8b")
 ALL = "all four"
 TASK = "3"
@@ -140,20 +140,19 @@ def markdown(found: dict[str, Any]) -> str:
         f"PPO from scratch, {found['steps']:,} steps, {len(seeds)} training seeds; mean score on task {TASK} over "
         f"{len(HELD_OUT_SEEDS)} held-out seeds, and in brackets the range over the training seeds.",
         "",
-        "| trained on | " + " | ".join(f"score on {card}" for card in CARDS) + " |",
-        "|---|" + "---|" * len(CARDS),
     ]
+    rows = []
     for source in (*CARDS, ALL):
         runs = [run["grades"] for run in found["runs"] if run["trained_on"] == source]
         cells = []
         for card in CARDS:
             grades = [run[card] for run in runs]
             cells.append(f"{np.mean(grades):.3f} ({min(grades):.3f}-{max(grades):.3f})")
-        lines.append(f"| {source} | " + " | ".join(cells) + " |")
+        rows.append((source, *cells))
     for rival in found["rivals"]:
-        cells = [f"{rival['grades'][card]:.3f}" for card in CARDS]
-        lines.append(f"| *{rival['trained_on']}, learns nothing* | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        scores = (f"{rival['grades'][card]:.3f}" for card in CARDS)
+        rows.append((f"*{rival['trained_on']}, learns nothing*", *scores))
+    return "\n".join([*lines, *table(("trained on", *(f"score on {card}" for card in CARDS)), rows)]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -170,10 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runs.append(one_run(source, seed, options.steps, options.out / f"{source.replace(' ', '-')}-{seed}"))
             print(json.dumps(runs[-1]), flush=True)
     found = {"steps": options.steps, "runs": runs, "rivals": rival_grades()}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "transfer.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "transfer.md").write_text(markdown(found), encoding="utf-8")
-    print(markdown(found))
+    print(text := markdown(found))
+    store("transfer", found, text)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from agents.policies.capacity import CapacityPlanner, Setting
 from agents.policies.rollouts import Network
 from agents.rollouts_ppo import keep_best
 from agents.seeds import VALIDATION_SEEDS, held_out_seeds
-from benchmarks.live.rollouts_engine import RESULTS, as_json
 from benchmarks.live.rollouts_policies import less
+from benchmarks.report import RESULTS, as_json, store, table
 from inferencegym.errors import RemoteError
 from inferencegym.files import write_text
 from inferencegym.models import SPEC_LENGTHS
@@ -616,12 +616,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="measure and learn only, and write them here")
     parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="play what --prepare wrote")
     parser.add_argument("--stand-in", action="store_true", help="no engine: play the simulator, printed only")
-    parser.add_argument("--quick", action="store_true", help="a short training, one draw, printed only")
     options = parser.parse_args(arguments)
     global HERE
     HERE = PLACES[options.place]
-    if options.quick:
-        options.repeats, options.steps, options.measure_seconds = 1, 20_000, 60.0
     with tempfile.TemporaryDirectory() as name:
         folder = options.prepare or options.prepared or Path(name)
         if options.prepared is None:
@@ -762,12 +759,12 @@ def compare(options: argparse.Namespace, folder: Path, scratch: Path) -> None:
                 run = play(engine, HERE.workloads[workload], seed, players[name], options.stand_in)
                 result["runs"].append({"seed": seed, "workload": workload, "policy": name, "yard_ms": yard_ms, **run})
                 print(json.dumps(result["runs"][-1]), flush=True)
-                if not options.quick and not options.stand_in:  # so that an interrupted play leaves what it has
+                if not options.stand_in:  # so that an interrupted play leaves what it has
                     write_text(RESULTS / f"{HERE.results}.json", as_json(result))
             cells = [cell for cell in cells if cell in playing_on(result["runs"])]
-    print(markdown(result))
-    if not options.quick and not options.stand_in:
-        write_text(RESULTS / f"{HERE.results}.md", markdown(result))
+    print(text := markdown(result))
+    if not options.stand_in:
+        store(HERE.results, result, text)
 
 
 def playing_on(runs: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
@@ -881,8 +878,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         best = min(playing_constants(found), key=lambda name: mean_ms(found[name]))
         rates = ", ".join(f"{stage.acceptance:g}" for stage in HERE.workloads[workload])
         lines += ["", f"*{heading}: acceptance {rates}*:", ""]
-        lines += ["| policy | ms per token | vs " + best + " | in time | vs " + best + " | in the simulator, ms |"]
-        lines += ["|" + "---|" * 6]
+        rows = []
         for name in sorted(found, key=lambda name: mean_ms(found[name])):
             ours, theirs = paired(found[name], found[best])
             cells = [f"{mean_ms(ours):.{digits}f}"]
@@ -892,7 +888,9 @@ def markdown(result: Mapping[str, Any]) -> str:
             cells += [f"{result['validation'][name][workload]:.{digits}f}"]
             draws = len(found[name]["seed"])
             label = name if draws == repeats else f"{name} ({draws} draw{'s' if draws > 1 else ''})"
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+            rows.append((label, *cells))
+        heads = ("policy", "ms per token", f"vs {best}", "in time", f"vs {best}", "in the simulator, ms")
+        lines += table(heads, rows)
         compared = []
         for name in ("vLLM's own table", "TurboSpec's rule"):
             ours, theirs = paired(found["PPO"], found[name])

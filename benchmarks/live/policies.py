@@ -15,7 +15,6 @@ takes about half an hour.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import tempfile
@@ -30,7 +29,7 @@ import numpy as np
 from agents.episodes import run_episodes
 from agents.evaluate import interval
 from agents.registry import make_agent
-from inferencegym.files import write_text
+from benchmarks.report import FIGURES, store, stored, table
 from inferencegym.models import ServeObservation
 from inferencegym.spaces.actions import action_mask, from_row, snap
 from inferencegym.tasks import TASKS_ENV, Calibration, TaskSpec, get_calibration, get_task
@@ -56,8 +55,7 @@ from live.scaling import (
 from simulator.hardware.tables import TABLE_ENV, FloatArray, tables_of
 from simulator.offline.table import build_table
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-FIGURE = Path(__file__).resolve().parents[1] / "figures" / "live_episode.png"
+FIGURE = FIGURES / "live_episode.png"
 CONSTANTS: Final = tuple(
     f'constant:{{"batch_size": {size}, "spec_length": {drafts}}}'
     for size, drafts in ((16, 0), (64, 0), (64, 2), (64, 8))
@@ -89,15 +87,14 @@ class Played:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parsed(arguments)
     if args.draw:
-        draw(json.loads((RESULTS / "live_policies.json").read_text(encoding="utf-8")))
+        draw(stored("live_policies"))
         return
     with tempfile.TemporaryDirectory() as name, running_engine(args, Path(name)) as engine:
         result = compare(engine, args, Path(name))
     print(markdown(result))
     if args.venv is not None:
         name = FIRST_COME if args.first_come else "live_policies"
-        write_text(RESULTS / f"{name}.json", json.dumps(result, indent=1) + "\n")
-        write_text(RESULTS / f"{name}.md", markdown(result))
+        store(name, result, markdown(result))
         if not args.first_come:
             draw(result)
 
@@ -303,17 +300,16 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"{', '.join(result['knobs'])}; {result['steps']} training steps."
         + (f" Tokens that an iteration writes for a sequence, by draft length: {drafted}." if drafted else ""),
         "",
-        f"| {' | '.join(HEADS)} |",
-        "|---" * len(HEADS) + "|",
     ]
+    rows = []
     for name, each in result["agents"].items():
         real, simulated = each["engine"], float(np.mean(each["simulator"]["scores"]))
         gap = "" if name == best else ranged(scores[name] - scores[best], "+")
         p50, p99 = np.quantile(real["ttft_ms"], (0.5, 0.99)) if real["ttft_ms"] else (np.nan, np.nan)
         tokens, late, preempted = (float(np.mean(real[key])) for key in ("tokens_per_s", "late", "preemptions"))
         figures = (f"{simulated:.3f}", f"{tokens:.0f}", f"{p50:.0f}", f"{p99:.0f}", f"{late:.1%}", f"{preempted:.0f}")
-        lines.append(f"| {' | '.join((name, ranged(scores[name]), gap, *figures))} |")
-    return "\n".join(lines) + "\n"
+        rows.append((name, ranged(scores[name]), gap, *figures))
+    return "\n".join([*lines, *table(HEADS, rows)]) + "\n"
 
 
 def ranged(values: FloatArray, sign: str = "") -> str:

@@ -27,10 +27,9 @@ from typing import Any, Final
 
 import httpx
 
+from benchmarks import report
 from benchmarks.live import drafts, rollouts_engine
 from benchmarks.live.drafts import chance_of
-from benchmarks.live.rollouts_engine import RESULTS, as_json
-from inferencegym.files import write_text
 from inferencegym.models import SPEC_LENGTHS
 from live.engines.choose import engine_at
 from live.engines.engine import Orders
@@ -41,7 +40,7 @@ AT_ONCE: Final = (1, 16)
 ANSWER_TOKENS: Final = 48
 CODE: Final = (
     drafts.best_length, drafts.chance_of, drafts.in_time, drafts.own_table, drafts.points, drafts.promised_tokens,
-    drafts.seconds_per_token, drafts.yardstick, rollouts_engine.answer, rollouts_engine.as_json,
+    drafts.seconds_per_token, drafts.yardstick, rollouts_engine.answer, report.as_json,
     rollouts_engine.logged_iterations, rollouts_engine.pace, rollouts_engine.play, rollouts_engine.run,
     rollouts_engine.span, rollouts_engine.words,
 )  # fmt: skip
@@ -99,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(json.dumps(runs[-1]), flush=True)
             result = {"engine": engine.api.get_json("/version")["version"], "runs": runs}
             # After each repeat, so that an interrupted run leaves some.
-            write_text(RESULTS / "live_real_text.json", as_json(result))
-            write_text(RESULTS / "live_real_text.md", markdown(result))
+            report.store("live_real_text", result, markdown(result))
 
 
 def run(engine: VllmEngine, pid: int, kind: str, at_once: int, length: int) -> dict[str, Any]:
@@ -173,18 +171,13 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     for kind in PROMPTS:
         rows = [row for row in result["runs"] if row["prompts"] == kind]
-        lines += [
-            "",
-            f"*The model {kind}*:",
-            "",
-            "| draft length | drafts | accepted: 1st | 2nd | 4th | 8th | a "
-            + "".join(f"| pace, {at_once} at once " for at_once in AT_ONCE)
-            + "|",
-            "|" + "---|" * (7 + len(AT_ONCE)),
-        ]
+        heads = ("draft length", "drafts", "accepted: 1st", "2nd", "4th", "8th", "a")
+        cells = []
         for length in SPEC_LENGTHS:
             paces = [f"x {pace(rows, at_once, length) / pace(rows, at_once, 0):.2f}" for at_once in AT_ONCE]
-            lines.append(f"| {length} | {' | '.join([*accepted(rows, length), *paces])} |")
+            cells.append((length, *accepted(rows, length), *paces))
+        lines += ["", f"*The model {kind}*:", ""]
+        lines += report.table((*heads, *(f"pace, {at_once} at once" for at_once in AT_ONCE)), cells)
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,6 @@
 """Agent sessions on a real engine: vLLM for CPU with a small random model, counted by the engine itself.
 
     python -m benchmarks.live.rollouts_engine             writes results/rollouts_engine.json and .md
-    python -m benchmarks.live.rollouts_engine --quick     two caps of one workload, printed only
 
 `scripts/install_engine.sh` installs the engine (--venv says where). A session is a loop of turns: new prompt tokens, an
 answer of so many tokens, a tool. Its prompt is all that came before, the answers' own token ids included, and the new
@@ -34,13 +33,12 @@ from typing import Any, Final, TypeVar
 
 import httpx
 
-from inferencegym.files import write_text
+from benchmarks.report import store, table
 from live.driver import EngineApi
 from live.engines.random_model import ModelShape, serve_random_model
 
 Result = TypeVar("Result")
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 SHAPE: Final = ModelShape(
     n_layers=2, hidden=256, intermediate=768, n_heads=4, n_kv_heads=2, vocabulary=4096, max_positions=2048
 )
@@ -107,18 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Agent sessions on vLLM for CPU on this machine.")
     parser.add_argument("--venv", type=Path, default=Path(".venv-engine"), help="where the engine is installed")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each workload and cap (default 3)")
-    parser.add_argument("--quick", action="store_true", help="two caps of one workload, printed only")
     options = parser.parse_args(arguments)
     cells = [(work, cap) for work in WORKLOADS for cap in work.caps]
     plan = [cell for repeat in range(options.repeats) for cell in random.Random(repeat).sample(cells, len(cells))]
-    if options.quick:
-        plan = [(WORKLOADS[0], cap) for cap in WORKLOADS[0].caps[1::4]]
     with tempfile.TemporaryDirectory() as folder:
         result = played(options.venv, Path(folder), plan)
     print(text := markdown(result))
-    if not options.quick:
-        write_text(RESULTS / "rollouts_engine.json", as_json(result))
-        write_text(RESULTS / "rollouts_engine.md", text)
+    store("rollouts_engine", result, text)
 
 
 def played(venv: Path, folder: Path, plan: Sequence[tuple[Workload, int]]) -> dict[str, Any]:
@@ -244,12 +237,6 @@ def words(rng: random.Random, n: int) -> list[int]:
     return rng.choices(range(*WORD_IDS), k=n)
 
 
-def as_json(result: Mapping[str, Any]) -> str:
-    """One line for each session and each run."""
-    innermost = r"\{[^{}]*\}|\[[^\[\]{}]*\]"
-    return re.sub(innermost, lambda found: re.sub(r"\s+", " ", found[0]), json.dumps(result, indent=1)) + "\n"
-
-
 def markdown(result: Mapping[str, Any]) -> str:
     """The document's part; repeats of a cap as a range."""
     engine = result["engine"]
@@ -259,9 +246,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"vLLM {engine['version']}, a pool of {engine['pool_blocks']} blocks of {engine['block_tokens']} tokens, "
         f"{engine['token_budget']} tokens per iteration.",
         "",
-        "| workload | cap | prompt tokens | in the cache | tokens computed | preemptions | iterations | seconds |",
-        "|" + "---|" * 8,
     ]
+    cells = []
     for name, cap in sorted({(row["workload"], row["cap"]) for row in result["runs"]}):
         rows = [row for row in result["runs"] if (row["workload"], row["cap"]) == (name, cap)]
         hits = [row["hit_tokens"] / row["queried_tokens"] for row in rows]
@@ -269,8 +255,18 @@ def markdown(result: Mapping[str, Any]) -> str:
             span([row[key] for row in rows]) for key in ("computed_tokens", "preemptions", "iterations", "seconds")
         ]
         prompts = span([row["prompt_tokens"] for row in rows])
-        lines.append(f"| {name} | {cap} | {prompts} | {span(hits, '.3f')} | {' | '.join(columns)} |")
-    return "\n".join(lines) + "\n"
+        cells.append((name, cap, prompts, span(hits, ".3f"), *columns))
+    heads = (
+        "workload",
+        "cap",
+        "prompt tokens",
+        "in the cache",
+        "tokens computed",
+        "preemptions",
+        "iterations",
+        "seconds",
+    )
+    return "\n".join([*lines, *table(heads, cells)]) + "\n"
 
 
 def span(values: Sequence[float], form: str = ",.0f") -> str:

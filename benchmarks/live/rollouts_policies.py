@@ -1,7 +1,6 @@
 """Controllers of agent sessions on a real engine, one of them learned in the simulator of that engine.
 
     python -m benchmarks.live.rollouts_policies             writes results/rollouts_policies.json and .md
-    python -m benchmarks.live.rollouts_policies --quick     one workload, a short training, printed only
 
 vLLM for CPU serves a small random model (`scripts/install_engine.sh` installs the engine, --venv says where). Its table
 is measured with `inferencegym measure`, and the simulator on that table chooses the best constant cap and trains PPO,
@@ -31,19 +30,17 @@ from agents.policies.rollouts import RolloutPolicy
 from agents.rollouts_ppo import train
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS, held_out_seeds
 from benchmarks.live.rollouts_engine import (
-    RESULTS,
     SLOTS,
     TOKEN_BUDGET,
     answer,
-    as_json,
     counted,
     serving,
     words,
 )
+from benchmarks.report import store, table
 from env.rollouts.agents import CAPS, make_controller, play_row, scores
 from env.rollouts.env import draw_row
 from env.rollouts.tasks import RolloutConfig, RolloutTask, TaskFile, WorkloadEntry
-from inferencegym.files import write_text
 from inferencegym.rollouts import MAX_SESSIONS, Seen
 from live.driver import EngineApi
 from live.engines.random_model import ModelShape
@@ -89,16 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200_000, help="steps that PPO learns from (default 200,000)")
     parser.add_argument("--measure-seconds", type=float, default=120.0, help="load of the measurement (default 120)")
     parser.add_argument("--table", type=Path, help="the engine's table, if `inferencegym measure` has made it already")
-    parser.add_argument("--quick", action="store_true", help="one workload, a short training, printed only")
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.workloads, options.steps, options.measure_seconds = 1, 20_000, 60.0
     with tempfile.TemporaryDirectory() as folder:
         result = compare(options, Path(folder))
     print(text := markdown(result))
-    if not options.quick:
-        write_text(RESULTS / "rollouts_policies.json", as_json(result))
-        write_text(RESULTS / "rollouts_policies.md", text)
+    store("rollouts_policies", result, text)
 
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -224,10 +216,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"steps. Differences are from {best}, the best constant of these very runs, which favours it, with 95% "
         "intervals over the workloads.",
         "",
-        "| controller | time | tokens computed | tokens computed for each written one (simulator) | in the cache "
-        "| preemptions | mean cap | score in the simulator |",
-        "|" + "---|" * 8,
     ]
+    rows = []
     for name in sorted(found, key=lambda name: float(np.log(found[name]["seconds"]).mean())):
         columns = found[name]
         compared = [
@@ -240,8 +230,12 @@ def markdown(result: Mapping[str, Any]) -> str:
         hits = float((columns["hit_tokens"] / columns["queried_tokens"]).mean())
         cells = [*compared, f"{rate:.1f} ({simulated:.1f})", f"{hits:.2f}", f"{columns['preemptions'].sum():.0f}"]
         cells += [f"{columns['mean_cap'].mean():.1f}", f"{result['validation'][name]:.3f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append((name, *cells))
+    heads = (
+        "controller", "time", "tokens computed", "tokens computed for each written one (simulator)", "in the cache",
+        "preemptions", "mean cap", "score in the simulator",
+    )  # fmt: skip
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
 def by_controller(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, FloatArray]]:

@@ -13,9 +13,7 @@ task with other values of ``forecast_error``; with 0 only the surges are unknown
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +25,12 @@ from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS
 from benchmarks.policies.tasks import timetables
+from benchmarks.report import FIGURES, spread, store, stored, table
 from env.batch import ServingBatch
 from env.reference import ReferenceFleet
 from inferencegym.models import ACTION_FIELDS
 from inferencegym.tasks import TaskSpec, get_calibration, list_tasks
 
-HERE = Path(__file__).resolve().parents[1]
-RESULTS = HERE / "results"
-FIGURE = HERE / "figures" / "autoscaling.png"
 AGENTS = ("naive", "best_static", "hpa", "kpa", "scheduled", "planner", "best_adaptive")
 COMBINED = (("naive", "best_adaptive"), ("heuristic", "best_static"), ("heuristic", "best_adaptive"))
 """Agents whose five knobs are combined with the replicas of another agent."""
@@ -126,41 +122,27 @@ def markdown(found: dict[str, Any]) -> str:
             f"`{one['task']}`, {len(HELD_OUT_SEEDS)} held-out seeds, 95% intervals; reference: mean of "
             f"{one['reference_seeds']} of them, and the fluid model's on the same:",
             "",
-            "| agent | score | over the best constant | objectives | GPUs | churn | replicas | reference / fluid |",
-            "|---|---|---|---|---|---|---|---|",
         ]
+        rows = []
         for row in one["agents"]:
             score, gain, parts = row["score"], row["over_constant"], row["breakdown"]
-            cells = (
-                row["agent"],
-                spread(score),
-                spread(gain, "+"),
-                *(f"{parts[name]:.2f}" for name in ("slo", "gpus", "churn")),
-                f"{row['replicas']:.1f}",
-                f"{row['reference']:.3f} / {row['fluid_on_the_same']:.3f}",
-            )
-            lines.append("| " + " | ".join(cells) + " |")
+            cells = [f"{parts[name]:.2f}" for name in ("slo", "gpus", "churn")]
+            cells += [f"{row['replicas']:.1f}", f"{row['reference']:.3f} / {row['fluid_on_the_same']:.3f}"]
+            rows.append((row["agent"], spread(score), spread(gain, "+"), *cells))
+        heads = ("agent", "score", "over the best constant", "objectives", "GPUs", "churn", "replicas")
+        lines += table((*heads, "reference / fluid"), rows)
         lines += [f"| best timetable (by the clock) | {spread(blind[one['task']])} |" + " |" * 6, ""]
     errors = found["forecast_errors"]
     names = list(errors[0]["scores"])
     lines += [
         "Days that stray from the forecast by another standard deviation (`autoscale` has 0.2):",
         "",
-        "| forecast error | " + " | ".join(names) + " |",
-        "|---|" + "---|" * len(names),
-        *(
-            f"| {row['forecast_error']:g} | "
-            + " | ".join(f"{row['scores'][name]['mean']:.3f}" for name in names)
-            + " |"
-            for row in errors
+        *table(
+            ("forecast error", *names),
+            [(f"{row['forecast_error']:g}", *(f"{row['scores'][n]['mean']:.3f}" for n in names)) for row in errors],
         ),
     ]
     return "\n".join(lines) + "\n"
-
-
-def spread(value: dict[str, float], sign: str = "") -> str:
-    """A mean and its interval."""
-    return f"{value['mean']:{sign}.3f} ({value['ci95_low']:{sign}.3f} to {value['ci95_high']:{sign}.3f})"
 
 
 def draw(task: TaskSpec) -> None:
@@ -189,7 +171,7 @@ def draw(task: TaskSpec) -> None:
     axes[2].set_ylabel("TTFT p50 (ms)")
     axes[3].set_ylabel("GPUs paid (cost units)")
     axes[3].set_xlabel("second of the episode")
-    figure.savefig(FIGURE, dpi=110)
+    figure.savefig(FIGURES / "autoscaling.png", dpi=110)
 
 
 def main() -> None:
@@ -205,17 +187,13 @@ def main() -> None:
     if args.figure:
         draw(with_forecast)
         return
-    if args.task:
-        found = json.loads((RESULTS / "autoscalers.json").read_text(encoding="utf-8"))
-    else:
-        found = {"tasks": [], "forecast_errors": forecast_errors(with_forecast)}
+    found = stored("autoscalers") if args.task else {"tasks": [], "forecast_errors": forecast_errors(with_forecast)}
     entries = {one["task"]: one for one in found["tasks"]}
     for task in tasks:
         if str(task.task_id) in (args.task or ids):
             entries[str(task.task_id)] = on_task(task, args.reference)
     found["tasks"] = list(entries.values())
-    (RESULTS / "autoscalers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "autoscalers.md").write_text(markdown(found), encoding="utf-8")
+    store("autoscalers", found, markdown(found))
     draw(with_forecast)
 
 

@@ -12,9 +12,7 @@ held-out seeds: a lower bound of what perfect foresight gives, called ceiling in
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +23,9 @@ from agents.policies.ppo import has_shipped_policy
 from agents.registry import make_agent
 from agents.search.timetable import Timetables, TimetableSearch
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
-from benchmarks.policies.autoscalers import spread
+from benchmarks.report import spread, store, stored, table
 from inferencegym.tasks import TaskSpec, get_task
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 TASKS = ("2", "3", "autoscale", "autoscale-mix")
 CHILDREN = 64
 CLAIRVOYANT_CHILDREN = 192
@@ -73,30 +70,29 @@ def on_task(task: TaskSpec, generations: int, n_clairvoyant: int) -> dict[str, A
         },
         "ceiling": {"seeds": n_clairvoyant, "mean": float(np.mean(ceilings))},
     }
-    print(table(found))
+    print(section(found))
     return found
 
 
-def table(found: dict[str, Any]) -> str:
+def section(found: dict[str, Any]) -> str:
     """Markdown of a task's scores on all seeds and on the few. The last column runs from the constant to foresight."""
     ceiling = found["ceiling"]
     few, every = f"first {ceiling['seeds']} seeds", f"{len(HELD_OUT_SEEDS)} seeds"
     lines = [
         f"Task `{found['task']}`, {found['generations']} generations of each search:",
         "",
-        f"| policy | score, {every} | over the best constant, {every} | score, {few} "
-        f"| share of foresight's gain, {few} |",
-        "|---|---|---|---|---|",
     ]
+    rows = []
     base = found["scores"]["best constant"]["on_the_ceiling_seeds"]
     for label, row in found["scores"].items():
         score, over = row["score"], row["over_constant"]
         seen = row["on_the_ceiling_seeds"]
         share = (seen - base) / (ceiling["mean"] - base)
         difference = "" if label == "best constant" else spread(over, "+")
-        lines.append(f"| {label} | {spread(score)} | {difference} | {seen:.3f} | {share:.2f} |")
-    lines.append(f"| best timetable found with foresight |  |  | {ceiling['mean']:.3f} | 1.00 |")
-    return "\n".join(lines) + "\n"
+        rows.append((label, spread(score), difference, f"{seen:.3f}", f"{share:.2f}"))
+    rows.append(("best timetable found with foresight", "", "", f"{ceiling['mean']:.3f}", "1.00"))
+    heads = (f"score, {every}", f"over the best constant, {every}", f"score, {few}")
+    return "\n".join([*lines, *table(("policy", *heads, f"share of foresight's gain, {few}"), rows)]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,15 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", action="append", help=f"task id; may be given several times (default: {TASKS})")
     parser.add_argument("--generations", type=int, default=150, help="generations of every search")
     parser.add_argument("--clairvoyant", type=int, default=5, help="held-out seeds whose ceiling is searched")
-    parser.add_argument("--out", type=Path, default=RESULTS / "ceilings.json")
     options = parser.parse_args(arguments)
     tasks = [get_task(task) for task in options.task or TASKS]
-    stored = {each["task"]: each for each in json.loads(options.out.read_text())} if options.out.exists() else {}
-    stored |= {str(task.task_id): on_task(task, options.generations, options.clairvoyant) for task in tasks}
-    found = [stored[task_id] for task_id in sorted(stored)]
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    entries = {each["task"]: each for each in stored("ceilings")}
+    entries |= {str(task.task_id): on_task(task, options.generations, options.clairvoyant) for task in tasks}
+    found = [entries[task_id] for task_id in sorted(entries)]
+    store("ceilings", found, markdown(found))
+
+
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    """The document's part."""
     head = "<!-- written by benchmarks/policies/ceilings.py; do not edit -->\n\n"
-    options.out.with_suffix(".md").write_text(head + "\n".join(map(table, found)), encoding="utf-8")
+    return head + "\n".join(map(section, found))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Scores of the controllers on the rollout tasks, the cliff over the constant cap, and the environment's speed.
 
-    python -m benchmarks.policies.rollouts                results/rollouts.json, rollouts.md and figures/rollouts.png
-    python -m benchmarks.policies.rollouts --no-figure    numbers only
+    python -m benchmarks.policies.rollouts     writes results/rollouts.json, rollouts.md and figures/rollouts.png
 
 Controllers play 60 held-out seeds; intervals are 95 % Student t intervals over seeds, differences are paired by seed.
 The best constant of a task is the one with the highest mean on these same seeds, which favours it. The figure needs the
@@ -10,10 +9,8 @@ extra `report` (matplotlib).
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -23,12 +20,12 @@ import numpy as np
 from agents.evaluate import interval
 from agents.policies.rollouts import RolloutPolicy
 from agents.seeds import TRAINING_SEEDS, held_out_seeds
+from benchmarks.report import FIGURES, bracketed, store, table
 from env.rollouts.agents import CAPS, make_controller, oracle_constant, scores
 from env.rollouts.env import draw_row
 from env.rollouts.tasks import RolloutConfig, get_rollout_task, rollout_tasks
 from simulator.events.requests import FloatArray
 
-HERE: Final = Path(__file__).resolve().parents[1]
 CONTROLLERS: Final = ("no_cap", "aimd", "kv_target", "budget", "fit")
 N_SEEDS: Final = 60
 
@@ -96,17 +93,15 @@ def markdown(result: Mapping[str, Any]) -> str:
             "",
             f"**{task['task']}**, {task['seeds']} held-out seeds:",
             "",
-            "| controller | score | minus the best constant |",
-            "|---|---|---|",
         ]
+        rows = []
         ranked = sorted(task["agents"].items(), key=lambda item: -item[1]["score"]["mean"])
         for name, agent in ranked:
             favoured = ", chosen on these seeds, which favours it" if name.startswith("best constant") else ""
-            lines.append(
-                f"| {name}{favoured} | {_cell(agent['score'])} | {_cell(agent['minus_best_constant'], sign='+')} |"
-            )
+            rows.append((name + favoured, bracketed(agent["score"]), bracketed(agent["minus_best_constant"], "+")))
+        lines += table(("controller", "score", "minus the best constant"), rows)
         gaps = ", ".join(f"{name} {gap:+.3f}" for name, gap in task["held_out_minus_training"].items())
-        lines += ["", f"PPO minus fit {_cell(task['ppo_minus_fit'], sign='+')}; held-out minus training seeds: {gaps}."]
+        lines += ["", f"PPO minus fit {bracketed(task['ppo_minus_fit'], '+')}; held-out minus training seeds: {gaps}."]
     lines += [
         "",
         "On one core, rollout-batch plays {steps_per_s:,.0f} steps a second, or {loop_steps_per_s:,.0f} without "
@@ -114,11 +109,6 @@ def markdown(result: Mapping[str, Any]) -> str:
         "a step simulates {iterations_per_step:.0f} engine iterations.".format(**result["speed"]),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _cell(values: Mapping[str, float], sign: str = "") -> str:
-    mean, low, high = (f"{values[key]:{sign}.3f}" for key in ("mean", "ci95_low", "ci95_high"))
-    return f"{mean} [{low}, {high}]"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -141,17 +131,11 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Scores of the rollout tasks.")
-    parser.add_argument("--no-figure", action="store_true", help="numbers only")
-    options = parser.parse_args(arguments)
+def main() -> None:
     result = {"speed": speed(), "tasks": [measure(task_id) for task_id in rollout_tasks()]}
-    out = HERE / "results" / "rollouts.json"
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    out.with_suffix(".md").write_text(markdown(result))
-    print(markdown(result))
-    if not options.no_figure:
-        draw(result, HERE / "figures" / "rollouts.png")
+    print(text := markdown(result))
+    store("rollouts", result, text)
+    draw(result, FIGURES / "rollouts.png")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ seeds. Figures need the extra `report` (matplotlib).
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,14 +24,13 @@ from agents.policies.stored import policy_path, read_constant_policy, read_switc
 from agents.registry import make_agent
 from agents.search.ablation import ablate
 from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
-from agents.search.solver import QUICK, Budget
+from agents.search.solver import QUICK
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
+from benchmarks.report import FIGURES, bracketed, store, stored, table
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
 from simulator.hardware.tables import load_tables
 from simulator.workload import load_source
 
-HERE = Path(__file__).resolve().parents[1]
-FIGURES = HERE / "figures"
 ABLATED_TASK = 3
 CONFIRMED = ("random", "naive", "vllm_defaults", "random_search", "heuristic", "best_static", "best_adaptive")
 DRAWN_SEED = HELD_OUT_SEEDS[0]
@@ -43,24 +41,17 @@ ABLATION = replace(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS,
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Scores, ablation and reward correlation of the tasks.")
     parser.add_argument("--skip-ablation", action="store_true", help="keep the ablation of the last full run")
-    parser.add_argument("--quick", action="store_true", help="short searches in the ablation")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "tasks.json", help="where to write the numbers")
-    parser.add_argument("--no-figures", action="store_true", help="numbers only")
     options = parser.parse_args(arguments)
     began = time.perf_counter()
     result: dict[str, Any] = {"tasks": [measure(task) for task in list_tasks()]}
     if options.skip_ablation:
-        before = json.loads(options.out.read_text()) if options.out.exists() else {}
-        result["ablation"] = before.get("ablation", [])
+        result["ablation"] = stored("tasks")["ablation"]
     else:
-        result["ablation"] = ablation(get_task(ABLATED_TASK), QUICK if options.quick else ABLATION)
+        result["ablation"] = ablation(get_task(ABLATED_TASK))
     result["seconds"] = round(time.perf_counter() - began, 1)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    text = markdown(result)
-    options.out.with_suffix(".md").write_text(text)
-    print(text)
-    if not options.no_figures:
-        draw(result)
+    print(text := markdown(result))
+    store("tasks", result, text)
+    draw(result)
 
 
 def measure(task: TaskSpec) -> dict[str, Any]:
@@ -91,10 +82,10 @@ def confirm(task: TaskSpec) -> dict[str, Any]:
     }
 
 
-def ablation(task: TaskSpec, budget: Budget) -> list[dict[str, Any]]:
+def ablation(task: TaskSpec) -> list[dict[str, Any]]:
     adaptive = read_switching_policy(policy_path("best_adaptive", task.task_id))
     static = read_constant_policy(policy_path("best_static", task.task_id))
-    return ablate(task, adaptive, static, budget)
+    return ablate(task, adaptive, static, ABLATION)
 
 
 # ---------------------------------------------------------------- tables
@@ -102,35 +93,32 @@ def ablation(task: TaskSpec, budget: Budget) -> list[dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     parts = [scores_table(result), differences_table(result), confirmation_table(result)]
-    if result["ablation"]:
-        parts.append(ablation_table(result["ablation"]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, ablation_table(result["ablation"])]) + "\n"
 
 
 def scores_table(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(e["agent"] for t in result["tasks"] for e in t["agents"]))
-    lines = [
-        "Mean score over 30 held-out seeds [95% CI].",
-        "",
-        "| agent | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
-        "|---|" + "---|" * len(result["tasks"]),
-    ]
+    rows = []
     for name in names:
         cells = []
         for t in result["tasks"]:
             entry = next((e for e in t["agents"] if e["agent"] == name), None)
-            cells.append("" if entry is None else cell(entry["score"]))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            cells.append("" if entry is None else bracketed(entry["score"]))
+        rows.append((name, *cells))
     blind = timetables()
-    cells = [cell(blind[str(t["task"])]) for t in result["tasks"]]
-    lines.append("| best timetable (by the clock) | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = [bracketed(blind[str(t["task"])]) for t in result["tasks"]]
+    rows.append(("best timetable (by the clock)", *cells))
+    return by_task("Mean score over 30 held-out seeds [95% CI].", "agent", result["tasks"], rows)
+
+
+def by_task(title: str, first: str, tasks: Sequence[dict[str, Any]], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a column for each task."""
+    return "\n".join([title, "", *table((first, *(get_task(t["task"]).heading for t in tasks)), rows)])
 
 
 def timetables() -> dict[str, dict[str, float]]:
     """Held-out score of each task's best timetable, which observes nothing: of the longest search that was run."""
-    results = HERE / "results"
-    quality, ceilings = (json.loads((results / f"{name}.json").read_text()) for name in ("quality", "ceilings"))
+    quality, ceilings = stored("quality"), stored("ceilings")
     found = {str(report["task"]): report["gameability"]["best_timetable"]["score"] for report in quality}
     return found | {str(each["task"]): each["scores"]["best timetable"]["score"] for each in ceilings}
 
@@ -143,36 +131,23 @@ DIFFERENCES = {
 
 
 def differences_table(result: dict[str, Any]) -> str:
-    lines = [
-        "Paired differences [95% CI], and rank correlation of episode return and score over a spread of policies.",
-        "",
-        "| | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
-        "|---|" + "---|" * len(result["tasks"]),
-    ]
-    for label, key in DIFFERENCES.items():
-        lines.append(f"| {label} | " + " | ".join(cell(t[key]) for t in result["tasks"]) + " |")
+    title = "Paired differences [95% CI], and rank correlation of episode return and score over a spread of policies."
+    rows = [(label, *(bracketed(t[key]) for t in result["tasks"])) for label, key in DIFFERENCES.items()]
     for label, key in (
         ("Spearman, ladder of competence", "reward_grade_spearman"),
         ("Spearman, random constant actions", "reward_grade_spearman_random_constants"),
     ):
-        lines.append(f"| {label} | " + " | ".join(f"{t[key]:.3f}" for t in result["tasks"]) + " |")
-    return "\n".join(lines)
+        rows.append((label, *(f"{t[key]:.3f}" for t in result["tasks"])))
+    return by_task(title, "", result["tasks"], rows)
 
 
 def confirmation_table(result: dict[str, Any]) -> str:
     tasks = result["tasks"]
     seeds = tasks[0]["confirmed"]["seeds"]
-    lines = [
-        f"The same on seeds {seeds[0]} to {seeds[-1]}, played only to confirm.",
-        "",
-        "| | " + " | ".join(get_task(t["task"]).heading for t in tasks) + " |",
-        "|---|" + "---|" * len(tasks),
-    ]
-    for name in CONFIRMED:
-        lines.append(f"| {name} | " + " | ".join(cell(t["confirmed"]["scores"][name]) for t in tasks) + " |")
-    for label, key in DIFFERENCES.items():
-        lines.append(f"| {label} | " + " | ".join(cell(t["confirmed"][key]) for t in tasks) + " |")
-    return "\n".join(lines)
+    rows = [(name, *(bracketed(t["confirmed"]["scores"][name]) for t in tasks)) for name in CONFIRMED]
+    rows += [(label, *(bracketed(t["confirmed"][key]) for t in tasks)) for label, key in DIFFERENCES.items()]
+    title = f"The same on seeds {seeds[0]} to {seeds[-1]}, played only to confirm."
+    return by_task(title, "", tasks, rows)
 
 
 def ablation_table(rows: list[dict[str, Any]]) -> str:
@@ -180,18 +155,13 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
         f"Task {ABLATED_TASK} without one knob: frozen at its best constant value, or left at its default value.",
         "A new policy is searched each time; costs are relative to the best policy of all these searches.",
         "",
-        "| knob | best constant value | cost of freezing it there [95% CI] | default | cost of leaving it there |",
-        "|---|---|---|---|---|",
     ]
-    for r in rows:
-        default = f"{r['default']:g} | {cell(r['cost_of_default'])}"
-        lines.append(f"| {r['knob']} | {r['frozen_at']:g} | {cell(r['cost'])} | {default} |")
-    return "\n".join(lines)
-
-
-def cell(x: dict[str, float]) -> str:
-    """A mean and its 95% interval in tables."""
-    return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"
+    heads = ("knob", "best constant value", "cost of freezing it there [95% CI]", "default", "cost of leaving it there")
+    cells = [
+        (r["knob"], f"{r['frozen_at']:g}", bracketed(r["cost"]), f"{r['default']:g}", bracketed(r["cost_of_default"]))
+        for r in rows
+    ]
+    return "\n".join([*lines, *table(heads, cells)])
 
 
 # ---------------------------------------------------------------- figures

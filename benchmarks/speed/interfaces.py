@@ -1,7 +1,6 @@
 """Speed benchmark: environments, clients and server compared with their peers, in one run of about three minutes.
 
-    python -m benchmarks.speed.interfaces [--seconds 1.5] [--rounds 3] [--out benchmarks/results/performance]
-    python -m benchmarks.speed.interfaces --again scalar   # one environment alone; the rest of the results stays
+    python -m benchmarks.speed.interfaces [--seconds 1.5] [--rounds 3]
 
 Vector and single environments against EnvPool's and Gymnasium's CartPole (whose step is six lines of arithmetic; ours
 simulates a serving fleet), many steps per request against a stock OpenEnv echo server, the cost of durability, and the
@@ -20,7 +19,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from typing import Any, NamedTuple
 import gymnasium
 import numpy as np
 
+from benchmarks.report import machine, store, table
 from benchmarks.speed.openenv_server import (
     SERVE_ECHO,
     Figures,
@@ -54,7 +53,6 @@ from inferencegym.models import NAIVE_ACTION
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
 from inferencegym.tasks import get_task
 
-HERE = Path(__file__).resolve().parents[1]
 ROWS = 1_024
 FEW_ROWS = 16
 STEPS_A_REQUEST = 64
@@ -159,14 +157,6 @@ def scalar_ours() -> Callable[[float], float]:
             env.reset()
 
     return lambda seconds: rate(step, seconds, 1)
-
-
-def scalar_loads() -> dict[str, Callable[[float], float]]:
-    return {
-        "ours, task 1": scalar_ours(),
-        SCALAR_GYMNASIUM: scalar_gymnasium_interface(),
-        SCALAR_PEER: scalar_cartpole(),
-    }
 
 
 def scalar_gymnasium_interface() -> Callable[[float], float]:
@@ -374,28 +364,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; the median is kept")
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "results" / "performance", help="path of the results without suffix"
-    )
-    parser.add_argument(
-        "--again",
-        nargs="*",
-        choices=["scalar"],
-        help="measure these parts alone and keep the others of --out; without a part the tables are written anew",
-    )
     options = parser.parse_args()
-    if options.again is None:
-        report = everything(options.seconds, options.rounds)
-    else:
-        report = json.loads(options.out.with_suffix(".json").read_text(encoding="utf-8"))
-        if "scalar" in options.again:
-            report["scalar_again"] = in_turns(scalar_loads(), options.seconds, options.rounds)
-            report["scalar_again_load"] = os.getloadavg()[0]
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    text = markdown(report)
-    options.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    report = everything(options.seconds, options.rounds)
+    print(text := markdown(report))
+    store("performance", report, text)
 
 
 def everything(seconds: float, rounds: int) -> dict[str, Any]:
@@ -418,10 +390,15 @@ def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str
     else:
         print("EnvPool is not installed, its row is left out: run `make peers`, or install the extra 'bench'")
     vectors[VECTOR_PEER] = vector_gymnasium()
+    scalars = {
+        "ours, task 1": scalar_ours(),
+        SCALAR_GYMNASIUM: scalar_gymnasium_interface(),
+        SCALAR_PEER: scalar_cartpole(),
+    }
     return {
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
+        "machine": machine(),
         "vector": in_turns(vectors, seconds, rounds),
-        "scalar": in_turns(scalar_loads(), seconds, rounds),
+        "scalar": in_turns(scalars, seconds, rounds),
         "network": network,
         "durability": durability(min(seconds, 1.0), rounds),
         "episode_length": by_episode_length(),
@@ -432,8 +409,7 @@ def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str
 def beside_peers(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Our figure and the peer's for each entry of :data:`BARS` that this run measured."""
     network, rates = report["network"], report["network"]["rates"]
-    # If one was measured again, so was its peer: rates of different runs are never compared.
-    vector, scalar, arrays = report["vector"], report.get("scalar_again", report["scalar"]), network["arrays"]
+    vector, scalar, arrays = report["vector"], report["scalar"], network["arrays"]
     cartpole, pool = scalar[SCALAR_PEER], vector.get(ENVPOOL)
     echo = rates["8 WebSocket clients"][STOCK]
     pairs = {
@@ -449,47 +425,51 @@ def beside_peers(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    machine = report["machine"]
-    lines = [
-        "<!-- written by benchmarks/speed/interfaces.py; do not edit -->",
-        "",
-        f"`make bench`, or `python -m benchmarks.speed.interfaces` alone. {machine['cpus']} processors, Python "
-        f"{machine['python']}, load {machine['load']:.1f} at the time; medians, all contenders in turns.",
-        "",
-        "| interface | ours | peer | | ratio | goal | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    of = report["machine"]
+    rows = []
     for name, (ours, peer) in beside_peers(report).items():
         bar, ratio = BARS[name], ours / peer
         cells = [bar.interface, number(ours), bar.peer, number(peer), f"{ratio:.3g}"]
-        lines.append("| " + " | ".join([*cells, f">= {bar.ratio:g}", _word(ratio >= bar.ratio)]) + " |")
-    if "scalar_again" in report:
-        load = report["scalar_again_load"]
-        lines += ["", f"The first two rows were measured later than the rest (`--again scalar`), at load {load:.1f}."]
-    lines += ["", "### What durability costs", "", "| INFERENCEGYM_DURABILITY | steps/s | server CPU, us/step |"]
-    lines += ["|---|---|---|"]
-    lines += [f"| {name} | {number(f['rate'])} | {f['cost']:.0f} |" for name, f in report["durability"].items()]
-    lines += [
-        "",
-        "### Cost of a step late in an episode and among many sessions",
-        "",
-        "| in process, 64 rows of task 2 | CPU, us/step |",
-        "|---|---|",
-    ]
-    lines += [f"| {name} | {cost:.2f} |" for name, cost in report["episode_length"].items()]
-    lines += ["", "| HTTP, taking turns | server CPU, us/step |", "|---|---|"]
-    lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]
-    lines += ["", "<!-- details -->", "", "### In process, steps per second", ""]
-    lines += _table("1,024 environments", report["vector"], ENVPOOL)
-    lines += _table("one environment", report["scalar"], SCALAR_PEER)
-    lines += paths(report)
-    lines += ["### Over the network", "", "| load | ours | stock OpenEnv echo | ratio | server CPU, us/step |"]
-    lines += ["|---|---|---|---|---|"]
+        rows.append((*cells, f">= {bar.ratio:g}", _word(ratio >= bar.ratio)))
+    durability = [(name, number(f["rate"]), f"{f['cost']:.0f}") for name, f in report["durability"].items()]
+    late = [(name, f"{cost:.2f}") for name, cost in report["episode_length"].items()]
+    sessions = [(name, f"{cost:.0f}") for name, cost in report["sessions"].items()]
+    network = []
     for load, by in report["network"]["rates"].items():
         ours, stock = by.values()
         cost = report["network"]["costs"][load][OURS]
-        lines.append(f"| {load} | {number(ours)} | {number(stock)} | {ours / stock:.2f} | {cost:.0f} |")
-    lines += ["", shared_processors(report["network"], machine["cpus"])]
+        network.append((load, number(ours), number(stock), f"{ours / stock:.2f}", f"{cost:.0f}"))
+    lines = [
+        "<!-- written by benchmarks/speed/interfaces.py; do not edit -->",
+        "",
+        f"`make bench`, or `python -m benchmarks.speed.interfaces` alone. {of['cpus']} processors, Python "
+        f"{of['python']}, load {of['load']:.1f} at the time; medians, all contenders in turns.",
+        "",
+        *table(("interface", "ours", "peer", "", "ratio", "goal", ""), rows),
+        "",
+        "### What durability costs",
+        "",
+        *table(("INFERENCEGYM_DURABILITY", "steps/s", "server CPU, us/step"), durability),
+        "",
+        "### Cost of a step late in an episode and among many sessions",
+        "",
+        *table(("in process, 64 rows of task 2", "CPU, us/step"), late),
+        "",
+        *table(("HTTP, taking turns", "server CPU, us/step"), sessions),
+        "",
+        "<!-- details -->",
+        "",
+        "### In process, steps per second",
+        "",
+        *_against("1,024 environments", report["vector"], ENVPOOL),
+        *_against("one environment", report["scalar"], SCALAR_PEER),
+        *paths(report),
+        "### Over the network",
+        "",
+        *table(("load", "ours", "stock OpenEnv echo", "ratio", "server CPU, us/step"), network),
+        "",
+        shared_processors(report["network"], of["cpus"]),
+    ]
     return "\n".join(lines)
 
 
@@ -503,10 +483,10 @@ def paths(report: Mapping[str, Any]) -> list[str]:
     found[f"`HTTPVectorEnv`, {ROWS:,} rows"] = network["arrays"][f"remote vector, {ROWS:,} rows"]
     found[f"`/step/batch`, {ROWS:,} rows x {STEPS_A_REQUEST} steps a request"] = network["arrays"]["batched"]
     one, many = report["scalar"][SCALAR_PEER], report["vector"][VECTOR_PEER]
-    lines = ["### Each path compared with Gymnasium's CartPole", ""]
-    lines += [f"| path | steps/s | to one CartPole | to {ROWS:,} CartPoles, vectorised |", "|---|---|---|---|"]
-    lines += [f"| {name} | {number(rate)} | {rate / one:.3g} | {rate / many:.3g} |" for name, rate in found.items()]
-    return [*lines, f"| CartPole itself | | {number(one)} steps/s | {number(many)} steps/s |", ""]
+    rows = [(name, number(rate), f"{rate / one:.3g}", f"{rate / many:.3g}") for name, rate in found.items()]
+    lines = table(("path", "steps/s", "to one CartPole", f"to {ROWS:,} CartPoles, vectorised"), rows)
+    itself = f"| CartPole itself | | {number(one)} steps/s | {number(many)} steps/s |"
+    return ["### Each path compared with Gymnasium's CartPole", "", *lines, itself, ""]
 
 
 def shared_processors(network: Mapping[str, Any], cpus: int) -> str:
@@ -520,12 +500,10 @@ def shared_processors(network: Mapping[str, Any], cpus: int) -> str:
     )
 
 
-def _table(title: str, figures: Mapping[str, float], against: str) -> list[str]:
+def _against(title: str, figures: Mapping[str, float], against: str) -> list[str]:
     base = figures.get(against)
-    lines = [f"| {title} | steps/s | against {against} |", "|---|---|---|"]
-    for name, figure in figures.items():
-        lines.append(f"| {name} | {number(figure)} | {'' if base is None else f'{figure / base:.2f}'} |")
-    return [*lines, ""]
+    rows = [(name, number(each), "" if base is None else f"{each / base:.2f}") for name, each in figures.items()]
+    return [*table((title, "steps/s", f"against {against}"), rows), ""]
 
 
 def _word(good: bool) -> str:

@@ -1,6 +1,6 @@
 """Benchmark: latency of a quiet client's steps while another client sends the most expensive requests.
 
-    python -m benchmarks.speed.neighbours [--seconds 5] [--rounds 5] [--out benchmarks/results/neighbours]
+    python -m benchmarks.speed.neighbours [--seconds 5] [--rounds 5]
 
 Starts a server of its own with default settings. The quiet client, at 127.0.0.1, plays a step every ten milliseconds;
 the heavy one, at 127.0.0.2 and in a process of its own, repeats one request as fast as it is answered and waits where
@@ -15,20 +15,18 @@ import contextlib
 import http.client
 import json
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.speed.load import ROOT, loopback, own_server
+from benchmarks.report import machine, store, table
+from benchmarks.speed.load import loopback, own_server
 from inferencegym.batch_format import MEDIA_TYPE, BatchSteps, encode_request
 
 QUIET, HEAVY = "127.0.0.1", "127.0.0.2"
@@ -216,7 +214,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/neighbours", help="without its ending")
     args = parser.parse_args()
     measured: dict[str, list[Measured]] = {name: [] for name in (ALONE, *KINDS)}
     with own_server(1) as (url, _), heavy_client(url) as heavy:
@@ -232,29 +229,27 @@ def main() -> int:
                 p50_ms, p99_ms = statistics.median(times), times[int(0.99 * len(times))]
                 found.append(Measured(p50_ms, p99_ms, len(statuses), statuses.count(429)))
     report = {
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
+        "machine": machine(),
         "seconds": args.seconds,
         "measured": {name: [asdict(one) for one in found] for name, found in measured.items()},
     }
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     text, worst = markdown(report)
-    args.out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     print(text)
+    store("neighbours", report, text)
     return int(worst > BAR)
 
 
 def markdown(report: Mapping[str, Any]) -> tuple[str, float]:
     """The table for the documents, and its highest ratio."""
-    machine, measured = report["machine"], report["measured"]
+    of, measured = report["machine"], report["measured"]
     lines = [
         "<!-- written by benchmarks/speed/neighbours.py; do not edit -->",
         "",
-        f"`python -m benchmarks.speed.neighbours`: one run, kinds in turns, medians. {machine['cpus']} processors, "
-        f"Python {machine['python']}, load {machine['load']:.1f} at the end: read the ratios, not the times.",
+        f"`python -m benchmarks.speed.neighbours`: one run, kinds in turns, medians. {of['cpus']} processors, "
+        f"Python {of['python']}, load {of['load']:.1f} at the end: read the ratios, not the times.",
         "",
-        f"| the heavy client sends | requests/s | refused | quiet p50, ms | quiet p99, ms | p99 : alone | <= {BAR:g} |",
-        "|---" * 7 + "|",
     ]
+    rows = []
     worst = 0.0
     for name, found in measured.items():
         pairs = zip(found, measured[ALONE], strict=True)
@@ -266,8 +261,9 @@ def markdown(report: Mapping[str, Any]) -> tuple[str, float]:
         verdict = "reached" if ratio <= BAR else "**missed**"
         if name == ALONE:
             name, cells[:2], verdict = "nothing", ["", ""], ""
-        lines.append("| " + " | ".join([name, *cells, f"{ratio:.1f}", verdict]) + " |")
-    return "\n".join(lines), worst
+        rows.append((name, *cells, f"{ratio:.1f}", verdict))
+    heads = ("the heavy client sends", "requests/s", "refused", "quiet p50, ms", "quiet p99, ms", "p99 : alone")
+    return "\n".join([*lines, *table((*heads, f"<= {BAR:g}"), rows)]) + "\n", worst
 
 
 @contextlib.contextmanager

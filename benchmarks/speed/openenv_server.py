@@ -1,6 +1,6 @@
 """Benchmark: steps per second of this server and of a stock OpenEnv echo server, measured in turns in one run.
 
-    python -m benchmarks.speed.openenv_server [--seconds 3] [--rounds 3] [--out benchmarks/results/openenv]
+    python -m benchmarks.speed.openenv_server [--seconds 3] [--rounds 3]
 
 The stock server's step returns what it was sent; ours simulates a serving fleet and records the step in its store. Both
 servers run in separate processes; this process is the client. The stock server runs in two variants: as installed by
@@ -15,7 +15,6 @@ import contextlib
 import http.client
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -30,12 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.report import ROOT, machine, store, table
 from inferencegym.client.openenv_types import without_gradio
 
 with without_gradio():
     from openenv.core import GenericEnvClient
 
-ROOT = Path(__file__).resolve().parents[2]
 SERVE_ECHO = "--serve-echo"
 RATIO_BARS = {"1 HTTP connection": 1.5, "1 WebSocket client": 1.2, "8 WebSocket clients": 1.6}
 """Required ratio of our steps per second to the stock server's."""
@@ -229,10 +228,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements per server and load; the median is shown")
-    parser.add_argument(
-        "--wait", type=float, default=0.0, help="longest wait for an idle machine before each measurement, in seconds"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/openenv", help="without its ending")
     parser.add_argument(SERVE_ECHO, nargs=2, metavar=("PORT", "KIND"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve_echo:
@@ -260,18 +255,16 @@ def main() -> int:
         starts = start_times_s(servers, args.rounds)
         targets = [stack.enter_context(server()) for server in servers]
         memory = {target.name: target.resident_mib() for target in targets}
-        rates, costs = measure(targets, args.seconds, args.rounds, args.wait)
+        rates, costs = measure(targets, args.seconds, args.rounds)
         report = {
-            "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
+            "machine": machine(),
             "idle_rss_mib": memory,
             "first_health_s": starts,
             "steps_per_s": rates,
             "cpu_us_per_step": costs,
         }
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    text = markdown(report)
-    args.out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    print(text := markdown(report))
+    store("openenv", report, text)
     return int(any(not row.reached for row in compared(report)))
 
 
@@ -290,7 +283,7 @@ Figures = dict[str, dict[str, float]]
 
 
 def measure(
-    targets: list[Target], seconds: float, rounds: int, wait_s: float = 0.0, loads: Mapping[str, Load] = LOADS
+    targets: list[Target], seconds: float, rounds: int, loads: Mapping[str, Load] = LOADS
 ) -> tuple[Figures, Figures]:
     """Median steps per second, and median processor time of the server per step in microseconds.
 
@@ -304,28 +297,11 @@ def measure(
     for _ in range(rounds):
         for name, load in loads.items():
             for target in targets:
-                wait_for_quiet(wait_s)
                 started, used = time.perf_counter(), target.cpu_s()
                 steps = load(target, seconds)
                 rates[name][target.name].append(steps / (time.perf_counter() - started))
                 costs[name][target.name].append((target.cpu_s() - used) / steps * 1e6)
     return _medians(rates), _medians(costs)
-
-
-def wait_for_quiet(limit_s: float) -> None:
-    """Return once all processes together used less than a fifth of one processor for half a second, or at the limit."""
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        before = busy_s()
-        time.sleep(0.5)
-        if busy_s() - before < 0.1:
-            return
-
-
-def busy_s() -> float:
-    """Processor time of all processes of this machine so far, seconds."""
-    fields = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def _medians(figures: dict[str, dict[str, list[float]]]) -> Figures:
@@ -366,23 +342,21 @@ def compared(report: dict[str, Any]) -> list[Row]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for the documents."""
-    machine = report["machine"]
-    servers = list(report["idle_rss_mib"])
+    of = report["machine"]
     lines = [
         "<!-- written by benchmarks/speed/openenv_server.py; do not edit -->",
         "",
-        f"`python -m benchmarks.speed.openenv_server`: one run, all servers in turns, medians. {machine['cpus']} "
-        f"processors, Python {machine['python']}, load {machine['load']:.1f} at the time: "
+        f"`python -m benchmarks.speed.openenv_server`: one run, all servers in turns, medians. {of['cpus']} "
+        f"processors, Python {of['python']}, load {of['load']:.1f} at the time: "
         "read the ratios, not the rates.",
         "",
-        "| | " + " | ".join(servers) + " | ours : stock | goal | |",
-        "|---" * (len(servers) + 4) + "|",
     ]
+    rows = []
     for row in compared(report):
         cells = [format(figure, row.form) for figure in row.figures.values()]
         verdict = "" if not row.bar else "reached" if row.reached else "**missed**"
-        lines.append("| " + " | ".join([row.title, *cells, f"{row.ratio():.2f}", row.bar, verdict]) + " |")
-    return "\n".join(lines)
+        rows.append((row.title, *cells, f"{row.ratio():.2f}", row.bar, verdict))
+    return "\n".join([*lines, *table(("", *report["idle_rss_mib"], "ours : stock", "goal", ""), rows)]) + "\n"
 
 
 if __name__ == "__main__":

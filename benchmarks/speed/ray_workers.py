@@ -1,6 +1,6 @@
 """Benchmark: rollouts on one Ray actor, on several, and in process, measured in turns in one run.
 
-    python -m benchmarks.speed.ray_workers [--actors 1 2 4] [--seconds 3] [--rounds 3] [--out benchmarks/results/ray]
+    python -m benchmarks.speed.ray_workers [--actors 1 2 4] [--seconds 3] [--rounds 3]
 
 It reports steps per second and the processor time of a step in all processes together (this one, the actors, Ray's
 own), which shows Ray's cost even if other work disturbs the clock. Every actor owns 64 episodes of task 3,
@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -25,7 +23,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from agents.integrations.ray_workers import MIN_FRAGMENT_STEPS, RolloutWorker, Workers
-from benchmarks.speed.interfaces import HERE, number
+from benchmarks.report import machine, store, table
+from benchmarks.speed.interfaces import number
 
 TASK: Final = 3
 AGENT: Final = "naive"
@@ -78,7 +77,7 @@ def processor_s() -> float:
 
 def measured(counts: Sequence[int], seconds: float, rounds: int) -> dict[str, Any]:
     report: dict[str, Any] = {
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
+        "machine": machine(),
         "found": {},
     }
     for min_steps in FRAGMENTS:
@@ -99,23 +98,23 @@ def in_turns(loads: Mapping[str, Load], seconds: float, rounds: int) -> dict[str
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    machine = report["machine"]
+    of = report["machine"]
     lines = [
         "<!-- written by benchmarks/speed/ray_workers.py; do not edit -->",
         "",
-        f"`python -m benchmarks.speed.ray_workers`: {machine['cpus']} processors, Python {machine['python']}, load "
-        f"{machine['load']:.1f} at the time; medians, all contenders in turns. Task {TASK}, {ROWS} episodes per actor.",
+        f"`python -m benchmarks.speed.ray_workers`: {of['cpus']} processors, Python {of['python']}, load "
+        f"{of['load']:.1f} at the time; medians, all contenders in turns. Task {TASK}, {ROWS} episodes per actor.",
         "",
-        "| fragments of | runs on | steps/s | times one actor | times in process | CPU, us/step |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for min_steps, found in report["found"].items():
         alone, one = found["in process"]["rate"], found[_name(1)]["rate"]
         for name, each in found.items():
             rate = each["rate"]
-            ratios = f"{number(rate)} | {rate / one:.2f} | {rate / alone:.2f} | {each['cpu_us']:.2f}"
-            lines.append(f"| {int(min_steps):,} steps | {name} | {ratios} |")
-    return "\n".join(lines) + "\n"
+            figures = (number(rate), f"{rate / one:.2f}", f"{rate / alone:.2f}", f"{each['cpu_us']:.2f}")
+            rows.append((f"{int(min_steps):,} steps", name, *figures))
+    heads = ("fragments of", "runs on", "steps/s", "times one actor", "times in process", "CPU, us/step")
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
 def _name(n: int) -> str:
@@ -127,7 +126,6 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 2, 4], help="numbers of actors; 1 must be there")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; the median is kept")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "ray", help="path of the results without suffix")
     options = parser.parse_args()
     if 1 not in options.actors:
         parser.error("--actors must include 1, with which all others are compared")
@@ -135,11 +133,8 @@ def main() -> None:
         print("Ray is not installed, nothing is measured: run `make dev`, or install the extra 'ray'")
         return
     report = measured(options.actors, options.seconds, options.rounds)
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    text = markdown(report)
-    options.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    print(text := markdown(report))
+    store("ray", report, text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import shutil
 import subprocess
@@ -45,6 +44,7 @@ from agents.ppo_demo import (
 )
 from agents.ppo_demo import main as demonstration
 from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
+from benchmarks import report
 from benchmarks.learning import curves, plain_ppo
 from cli.main import main
 from env.batch import ServingBatch
@@ -77,21 +77,11 @@ def vector(task_id: int = 1, n: int = 4, length: int | None = None, action: str 
     )
 
 
-RESULTS = curves.ROOT / "benchmarks" / "results"
-
-
-def test_the_published_tables_of_training_runs_are_what_the_runs_say() -> None:
-    tasks = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
-    assert curves.report(tasks) == (RESULTS / "learning.md").read_text(encoding="utf-8")
-    assert plain_ppo.report(plain_ppo.stored()) == (RESULTS / "plain_ppo.md").read_text(encoding="utf-8")
-
-
 def test_a_training_report_that_stops_keeps_the_stored_runs_and_those_it_has_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results")
-    (tmp_path / "benchmarks" / "figures").mkdir()
-    before = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    shutil.copytree(report.RESULTS, tmp_path / "results")
+    before = report.stored("learning")["tasks"]
     like = before["1"]["runs"][0]
 
     def one_run(job: curves.Job) -> dict[str, Any]:
@@ -99,14 +89,15 @@ def test_a_training_report_that_stops_keeps_the_stored_runs_and_those_it_has_don
             raise InvalidConfigError("stopped")
         return {**like, "seed": job.seed}
 
-    monkeypatch.setattr(curves, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(curves, "FIGURES", tmp_path)
     monkeypatch.setattr(curves, "one_run", one_run)
     monkeypatch.setattr(curves, "ProcessPoolExecutor", ThreadPoolExecutor)  # a process would have to import one_run
     options = "--add --task 1 --seeds 7 --plan-seeds 0 --warm-seeds 0 --long-task none"
     monkeypatch.setattr(sys, "argv", ["curves", *options.split()])
     with pytest.raises(InvalidConfigError, match="stopped"):
         curves.main()
-    after = json.loads((tmp_path / "benchmarks" / "results" / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    after = report.stored("learning")["tasks"]
     scratch = [run for run in after["1"]["runs"] if run["kind"] == curves.SCRATCH]
     assert scratch == [*before["1"]["runs"][:5], {**like, "seed": 5}]
     assert {task: after[task] for task in after if task != "1"} == {
@@ -117,22 +108,23 @@ def test_a_training_report_that_stops_keeps_the_stored_runs_and_those_it_has_don
 def test_ppo_without_tuning_keeps_the_run_so_far_and_does_not_repeat_a_complete_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain_ppo, "RESULTS", tmp_path / "plain_ppo.json")
+    monkeypatch.setattr(plain_ppo, "NAME", str(tmp_path / "runs"))
+    (tmp_path / "runs.json").write_text("{}", encoding="utf-8")
     monkeypatch.setattr(plain_ppo, "N_SCORES", 2)
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # restored after the test
     monkeypatch.setattr(sys, "argv", ["plain_ppo", "--task", "1", "--steps", "2000"])
     so_far: list[int] = []
 
-    def store(*run: Any) -> None:
+    def keep_run(*run: Any) -> None:
         kept(*run)
-        so_far.append(plain_ppo.stored()["1"]["runs"][0]["steps"])
+        so_far.append(report.stored(str(tmp_path / "runs"))["1"]["runs"][0]["steps"])
 
-    kept = plain_ppo.store
-    monkeypatch.setattr(plain_ppo, "store", store)
+    kept = plain_ppo.keep_run
+    monkeypatch.setattr(plain_ppo, "keep_run", keep_run)
     plain_ppo.main()
     plain_ppo.main()  # nothing is left to do
     assert so_far == [1000, 2000, 2048]
-    [run] = plain_ppo.stored()["1"]["runs"]
+    [run] = report.stored(str(tmp_path / "runs"))["1"]["runs"]
     assert [step for step, _ in run["curve"]] == so_far
     assert run["curve"][-1][1] == pytest.approx(np.mean(run["scores"]))
 

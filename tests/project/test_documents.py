@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -369,16 +368,6 @@ def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
         for result in (compare_traffic(task.task_id, ["planner"]) for task in list_traffic_tasks())
         for number in result["optimum"].values()
     ]
-
-
-def test_the_tables_of_speed_are_those_of_the_committed_measurements(tmp_path: Path) -> None:
-    results = ROOT / "benchmarks" / "results"
-    shutil.copy(results / "performance.json", tmp_path)
-    shell(f"python -m benchmarks.speed.interfaces --again --out {tmp_path / 'performance'}", ROOT)
-    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
-    assert text == (results / "performance.md").read_text(encoding="utf-8")
-    for interface in ("InferenceEnv", "gymnasium.make", "gymnasium.make_vec", "HTTP", "WebSocket", "/step/batch"):
-        assert interface in text
 
 
 # --- An agent of your own -------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -289,10 +288,6 @@ def test_closed_loops_on_a_b200_show_a_kv_cache_in_8_bits_and_agree() -> None:
 
 
 # ---------------------------------------------------------------- the published table
-
-
-def test_the_published_text_is_what_the_published_numbers_say(published: dict[str, Any]) -> None:
-    assert fluid.markdown(published) == (BENCHMARKS / "results" / "fidelity.md").read_text(encoding="utf-8")
 
 
 def test_the_published_numbers_are_what_the_command_measures(
