@@ -37,6 +37,8 @@ ARGUMENTS = [
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 800}
 PATIENCE_MS = 240_000  # a busy machine draws races slowly
+SOON_MS = 60_000  # and all else takes it longer than Playwright's 5 seconds
+expect.set_options(timeout=SOON_MS)
 TABS = ("race", "rollouts", "traffic", "verify", "trace", "plan", "fidelity", "code")
 REFUSED = "the server responded with a status of 422"
 
@@ -55,7 +57,7 @@ class Visitor:
     def __init__(self, context: BrowserContext, url: str) -> None:
         self.url = url
         self.page: Page = context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(SOON_MS)
         self.errors: list[str] = []
         self.allowed_errors: list[str] = []
         self.strangers: list[str] = []
