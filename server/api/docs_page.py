@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -38,7 +39,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<link rel='stylesheet' href='web/style.css'></head><body><main><h1>{title}</h1>"
-        f"<p>{escape(document['info'].get('description', ''))}</p>"
+        f"{_prose(document['info'].get('description', ''))}"
         "<p>The same for programs: <a href='openapi.json'>openapi.json</a>. "
         f"To play by hand: <a href='web/'>the page</a>.</p>{operations}</main></body></html>"
     )
@@ -46,8 +47,20 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 def _operation(name: str, told: Mapping[str, Any]) -> str:
     """A fold with what a request takes, and what it is answered with; errors have one form everywhere."""
-    shown = {part: told[part] for part in ("description", "parameters", "requestBody") if part in told}
+    shown = {part: told[part] for part in ("parameters", "requestBody") if part in told}
     answers = {status: answer for status, answer in told["responses"].items() if status < "4"}
     text = json.dumps({**shown, "responses": answers}, indent=1, ensure_ascii=False)
     summary = f"<code>{escape(name)}</code> {escape(told.get('summary', ''))}"
-    return f"<details><summary>{summary}</summary><pre>{escape(text)}</pre></details>"
+    prose = _prose(told.get("description", ""))
+    return f"<details><summary>{summary}</summary>{prose}<pre>{_with_code(text)}</pre></details>"
+
+
+def _prose(text: str) -> str:
+    """Markdown's paragraphs and indented blocks as HTML."""
+    blocks = [block for block in text.split("\n\n") if block]
+    return "".join(f"<pre>{escape(b)}</pre>" if b.startswith("    ") else f"<p>{_with_code(b)}</p>" for b in blocks)
+
+
+def _with_code(text: str) -> str:
+    """Text as HTML, with what stands between backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))

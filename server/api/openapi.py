@@ -1,4 +1,4 @@
-"""OpenAPI document of the server: FastAPI's, with whole bounds written as integers."""
+"""OpenAPI document of the server: FastAPI's, with whole bounds written as integers and texts in Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from server.api.route import Problem
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Serve the document of ``app`` with whole bounds as integers.
+    """Serve the document of ``app`` with whole bounds as integers and docstrings as Markdown, which OpenAPI reads.
 
     FastAPI reads every bound as a double and writes 2^63 as 9.223372036854776e+18. In decimal digits this is a larger
     number, which clients that generate requests from the document would use.
@@ -27,7 +27,7 @@ def install_openapi(app: FastAPI) -> None:
         if app.openapi_schema is None:
             made = FastAPI.openapi(app)
             made["components"]["schemas"]["Problem"] = plain_schema(Problem)
-            app.openapi_schema = whole_numbers(made)
+            app.openapi_schema = whole_numbers(as_markdown(made))
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
@@ -48,6 +48,11 @@ def inlined_paths(document: Mapping[str, Any]) -> dict[str, Any]:
     """The paths of a document, with schemas in place of references."""
     paths: dict[str, Any] = inlined(document["paths"], document["components"]["schemas"])
     return paths
+
+
+def as_markdown(value: Any) -> Any:
+    """The same JSON with reStructuredText's literals and literal blocks in Markdown."""
+    return json.loads(json.dumps(value).replace("``", "`").replace(r"::\n", r":\n"))
 
 
 def whole_numbers(value: Any) -> Any:

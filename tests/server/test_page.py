@@ -804,6 +804,13 @@ def test_a_traffic_log_is_verified_too(visit: Visit, server: RunningServer) -> N
     expect(page.locator("#panel-verify h2.good")).to_contain_text("all 40 seconds")
 
 
+def test_a_log_of_a_task_that_the_server_does_not_have_says_so(visit: Visit) -> None:
+    page = visit().open("verify")
+    page.locator("#panel-verify textarea").fill('{"task_id": 99, "seed": 4, "episode_log": [{"timestep": 1}]}')
+    page.get_by_role("button", name="Replay and grade").click()
+    expect(page.get_by_role("alert")).to_contain_text("The log is of task 99, which this server does not have")
+
+
 def test_text_that_is_not_a_log_is_refused_in_words(visit: Visit) -> None:
     page = visit().open("verify")
     page.locator("#panel-verify textarea").fill("Hello")
@@ -924,10 +931,12 @@ def test_a_log_is_played_on_the_chosen_hardware_with_all_five_knobs_of_ones_own(
     mine.get_by_label("KV cache").fill("0.8")
     mine.get_by_label("Draft tokens").select_option("2")
     mine.get_by_label("Prefill").select_option("separate GPUs")
+    page.get_by_label("Policies may draft").select_option("yes")
     with page.expect_request("**/shadow") as sent:
         page.get_by_role("button", name="Compare policies").click()
     body = sent.value.post_data_json
     assert body["hardware"] == "h100-llama-3.1-8b"
+    assert body["drafts"] is True
     knobs = {"batch_size": 24, "kv_budget": 0.8, "spec_length": 2, "prefill_disagg": True, "quant_tier": 1}
     assert body["fixed"] == knobs
     first = page.locator("#panel-trace table").first.locator("tbody tr").first
@@ -935,6 +944,15 @@ def test_a_log_is_played_on_the_chosen_hardware_with_all_five_knobs_of_ones_own(
     expect(page.locator("#panel-trace p.note")).to_contain_text("2 × h100_sxm for every policy")
     strip = page.locator("#panel-trace .strip").first
     expect(strip).to_contain_text("KV 80 % · speculate 2 · batch 24 · separate prefill · FP8")
+
+
+def test_a_log_of_which_nothing_is_answered_has_dashes_in_place_of_latencies(visit: Visit) -> None:
+    page = visit().open("trace")
+    log = "".join(f"{second},400000,10\n" for second in range(30))
+    page.locator("#panel-trace textarea").fill("arrival_s,prompt_tokens,output_tokens\n" + log)
+    page.get_by_role("button", name="Compare policies").click()
+    first = page.locator("#panel-trace table").first.locator("tbody tr").first.locator("td")
+    expect(first).to_have_text(["100.0 %", "100.0 %", "–", "–", "–"], timeout=PATIENCE_MS)
 
 
 # ---------------------------------------------------------------- plan
@@ -958,6 +976,8 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
     unfold(page)
     expect(page.locator("#panel-plan .scroll").nth(1)).to_contain_text("USD /M tokens")
     expect(page.locator("#panel-plan li", has_text="plan with two (Replicas, at least: 2)")).to_have_count(1)
+    missed = re.compile(r"With 1\.5 times .* no longer meets TTFT p99 ≤ 500 ms \(it would be 5\d\d ms\): that")
+    expect(page.locator("#panel-plan li", has_text=missed)).to_have_count(1)
     assert page.locator("#panel-plan svg circle").count() > 3
     page.get_by_label("For the engine").select_option("sglang")
     expect(page.locator("#panel-plan pre")).to_contain_text("max-running-requests")
@@ -1036,8 +1056,10 @@ def test_a_plan_without_a_card_is_refused_in_words(visit: Visit) -> None:
 @pytest.mark.parametrize(
     ("label", "value", "said"),
     [
-        ("Price per GPU hour", "1.20", 'Price per GPU hour: "1.20" names no card of the list'),
-        ("Price per GPU hour", "a100-40gb", 'Price per GPU hour: "a100-40gb" is not a card and its price'),
+        ("Price per GPU hour", "1.20", 'there is no card "1.20". What to do: write a card, = and its price'),
+        ("Price per GPU hour", "h100=", "such as h100_sxm=1.20; cards are h100_sxm."),
+        ("Price per GPU hour", "a100-40gb", '"a100-40gb" has no price. What to do: write a card, = and its price'),
+        ("Price per GPU hour", "l40s=dear", '"dear" for l40s is not a price from 0 to 1,000,000'),
         ("Currency", "", "The currency of the prices is missing"),
         ("TTFT p99 (ms)", "0", "TTFT p99 (ms): 0 is not allowed. What to do: enter a whole number from 1 to 999999"),
     ],

@@ -90,6 +90,14 @@ def test_a_shared_link_has_a_preview_with_its_score_and_a_picture(
     assert 'content="https://a.example/web/img/card.png"' in behind
 
 
+def test_the_documents_of_the_interface_show_code_and_no_markup(server: RunningServer) -> None:
+    page, document = httpx.get(f"{server.url}/docs").text, httpx.get(f"{server.url}/openapi.json").text
+    assert "``" not in document
+    assert "`" not in page
+    assert "<code>/reset/batch</code>" in page
+    assert "<pre>    0       4 bytes   the letters IGB1" in page
+
+
 def test_who_may_frame_the_page_is_a_setting() -> None:
     assert page_headers(Settings(frame_ancestors="'none'"))["content-security-policy"].endswith(
         "frame-ancestors 'none'"

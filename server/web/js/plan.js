@@ -65,11 +65,9 @@ class PlanTab {
     if (!parts.length) return undefined;
     const known = new Set(Object.values(this.catalogue).map(({ card }) => card));
     const pairs = parts.map((part) => {
-      const [card, price] = part.split("=").map((text) => text.trim());
-      if (!known.has(card) || !(Number(price) > 0 && Number(price) <= 1e6)) {
-        const what = known.has(card) ? "is not a card and its price" : "names no card of the list";
-        throw { message: `Price per GPU hour: "${part}" ${what}`, next: `write cards and prices such as ${this.prices.placeholder}; cards are ${[...known].join(", ")}` };
-      }
+      const [card, price = ""] = part.split("=").map((text) => text.trim()), alike = [...known].filter((name) => card && name.startsWith(card));
+      const wrong = !known.has(card) ? `there is no card "${card}"` : !price ? `"${card}" has no price` : !(Number(price) > 0 && Number(price) <= 1e6) ? `"${price}" for ${card} is not a price from 0 to 1,000,000` : "";
+      if (wrong) throw { message: `Price per GPU hour: ${wrong}`, next: `write a card, = and its price, such as ${known.has(card) ? card : alike[0] ?? "a100-40gb"}=1.20; cards are ${(alike.length ? alike : [...known]).join(", ")}` };
       return [card, Number(price)];
     });
     if (!this.currency.value.trim()) throw { message: "The currency of the prices is missing", next: "fill it in, such as USD" };
@@ -164,12 +162,14 @@ function latency(plan, objective, error) {
 }
 
 /** What may change the choice of the first plan, a sentence each. */
-function warnings({ plans, currency, growth }) {
+function warnings({ plans, currency, growth, objectives }) {
   const [first] = plans, others = plans.filter(({ n_gpus: gpus }) => gpus === first.n_gpus).length - 1;
   const outgrown = growth.find(({ meets }) => !meets), needed = outgrown?.gpus_needed;
+  const missed = outgrown && objectives.filter((objective) => latency({ ...first, ...outgrown }, objective, "p50") > Number(objective.split("=")[1]));
+  const why = missed?.length ? missed.map((objective) => `${told(objective)} (it would be ${compact(latency({ ...first, ...outgrown }, objective, "p50"))} ms)`).join(" and ") : "the objectives with enough certainty";
   return [
     !currency && others && `No prices were given: of ${others + 1} cards with equally many GPUs, the one with the least memory is first. Enter your prices to compare them by cost.`,
-    outgrown && `With ${outgrown.traffic} times the traffic it no longer meets the objectives${needed ? `: that takes ${needed} GPUs with these settings` : ""}.`,
+    outgrown && `With ${outgrown.traffic} times the traffic it no longer meets ${why}${needed ? `: that takes ${needed} GPUs with these settings` : ""}.`,
     first.n_replicas === 1 && "A single replica serves nothing while it fails or restarts: set Replicas, at least, to 2 if that matters.",
     !["FP16", "BF16"].includes(first.precision) && `${first.precision} changes the model's answers, which this plan does not measure: choose 16 bit only if they must stay.`,
   ].filter(Boolean);

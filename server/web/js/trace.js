@@ -42,6 +42,7 @@ class Trace {
     this.gpus = el("input", { type: "number", min: "1", max: "64", step: "1", placeholder: "auto" });
     this.from = el("input", { type: "number", min: "0", step: "1", placeholder: "0" });
     this.to = el("input", { type: "number", min: "0", step: "1", placeholder: "end" });
+    this.drafts = select([["", "no"], ["yes", "yes, with a draft model"]], "");
     this.fixed = new KnobFields(info.action.properties);
     this.policies = el("fieldset", { class: "legend" });
     this.button = el("button", { type: "button", class: "main", text: "Compare policies", on: { click: () => this.run() } });
@@ -54,7 +55,7 @@ class Trace {
           el("div", { class: "buttons" }, this.button, this.box.example),
           el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
           el("div", { class: "controls stacked" }, field("Model", this.model), field("Hardware", this.hardware), field("Fleet and objectives", this.task)),
-          el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo),
+          el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo), field("Policies may draft", this.drafts),
             field("From second", this.from), field("To second", this.to), ...this.box.fields),
           el("fieldset", {}, el("legend", { text: "Your configuration: vLLM's defaults unless you change them" }), this.fixed.node),
           this.policies),
@@ -108,7 +109,7 @@ class Trace {
     if (to_s <= (from_s ?? 0)) throw { message: `To second: ${to_s} is not after second ${from_s ?? 0}`, next: "choose a later end, or leave it empty" };
     const task = this.task.value;
     return { ...this.box.body, policies, fixed: this.fixed.action(), hardware: this.table,
-      task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s, to_s };
+      task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s, to_s, drafts: this.drafts.value ? true : undefined };
   }
 
   async run() {

@@ -63,7 +63,7 @@ class Verify {
   }
 
   read(text) {
-    this.config = undefined;
+    this.config = this.unknown = undefined;
     let given;
     try {
       given = JSON.parse(text);
@@ -72,6 +72,7 @@ class Verify {
     }
     if (Array.isArray(given)) return given;
     if (!given || !Array.isArray(given.episode_log)) return null;
+    this.unknown = given.task_id !== undefined && !this.family.has(String(given.task_id)) ? given.task_id : undefined;
     if (this.family.has(String(given.task_id))) this.task.value = String(given.task_id);
     if (Number.isInteger(given.seed)) this.seed.value = String(given.seed);
     this.config = given.config ?? undefined;
@@ -98,6 +99,10 @@ class Verify {
     const log = this.read(this.box.area.value);
     if (!log) {
       this.tell(problem({ message: "This is not an episode log", next: "paste the JSON of a log, or load one of the examples" }));
+      return;
+    }
+    if (this.unknown !== undefined) {
+      this.tell(problem({ message: `The log is of task ${JSON.stringify(this.unknown)}, which this server does not have`, next: "write the id of one of its tasks into the log; they are those of the list Task" }));
       return;
     }
     this.button.disabled = true;
