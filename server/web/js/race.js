@@ -66,7 +66,7 @@ class Race {
     this.board = el("div", { class: "charts" });
     this.strips = el("div", { class: "strips" });
     this.legend = el("div", { class: "legend", role: "group", "aria-label": "Lines shown" });
-    this.who = el("details", {});
+    this.who = el("details", { hidden: true }); // until the players are there
     this.places = el("section", { class: "places", "aria-label": "All scores" });
     this.leftOut = el("p", { class: "note" });
     this.lanes = el("p", { class: "note" });
@@ -350,6 +350,7 @@ class Race {
     fill(this.board, ...Object.values(this.charts).map((chart) => chart.figure));
     this.stripOf = new Map(players.map((player) => [player.key, new Strip(player.label, player.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas)]));
     fill(this.strips, ...[...this.stripOf.values()].map((strip) => strip.node));
+    this.who.hidden = false;
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.filter(({ title }) => title).flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...players.map((player) => this.legendEntry(player)), el("span", { class: "chip flood", text: "flood" }));
     const lanes = this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
