@@ -178,7 +178,7 @@ format: $(STAMPS)/dev
 
 # OpenEnv's own verdicts on the directory, a running server and a played episode.
 openenv: $(STAMPS)/dev $(STAMPS)/package
-	$(PYTHON) scripts/openenv_check.py
+	$(PYTHON) -m scripts.openenv_check
 	PYTHON=$(PYTHON) scripts/openenv_oldest.sh
 
 # The Gymnasium environments on a newer version than RLlib lets the pins have.

@@ -1,6 +1,6 @@
 """Run OpenEnv's own validator on the directory, on the runtime graders and on a running server.
 
-    .venv/bin/python scripts/openenv_check.py
+    .venv/bin/python -m scripts.openenv_check
 
 The runtime graders normally build an image and start it with Docker. Here the server is a plain process, so they also
 run without Docker; the two checks that need isolation are reported as skipped.
@@ -8,16 +8,11 @@ run without Docker; the two checks that need isolation are reported as skipped.
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +20,10 @@ from typing import Any
 from openenv.validation import Level, run_validation
 from openenv.validation.types import ProviderCapability
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.report import ROOT
+from benchmarks.speed.load import own_server
+
 BIN = Path(sys.executable).parent
-HEALTHY_WITHIN_S = 20.0
 
 # What the runtime graders play. The manifest of the repository has no `execution` block: with one, a plain
 # `openenv validate` fails on every machine without Docker.
@@ -47,8 +43,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="openenv-check-") as folder:
         tree = copy_of_the_tree(Path(folder) / "tree")
         directory = openenv("validate", str(tree), "--level", "static")
-        with served() as running:
-            url = openenv("validate", "--url", running.base_url)
+        with own_server() as (address, _):
+            url = openenv("validate", "--url", address)
         runtime = runtime_graders(tree, Path(folder) / "artifacts")
     return max(directory, url, runtime)
 
@@ -86,21 +82,21 @@ def copy_of_the_tree(destination: Path) -> Path:
 class RunningServer:
     """A server process with the interface of a container of the validator's providers."""
 
-    process: subprocess.Popen[bytes]
+    opened: ExitStack
     base_url: str
+    pid: int
 
     def inspect(self) -> dict[str, Any]:
         """Description of the container for the report."""
-        return {"pid": self.process.pid}
+        return {"pid": self.pid}
 
     def logs(self, max_bytes: int = 65536) -> str:
-        """No logs: the server writes to this process's own output."""
+        """No logs: the server's own file is not read."""
         return ""
 
     def stop(self) -> None:
-        """Stop the server; it has ten seconds to finish running requests."""
-        self.process.terminate()
-        self.process.wait(10)
+        """Stop the server, once it has finished running requests."""
+        self.opened.close()
 
 
 class ProcessProvider:
@@ -116,42 +112,8 @@ class ProcessProvider:
 
     def start(self, spec: object) -> RunningServer:
         """Start a server on a free port and wait until it is healthy."""
-        return start_server()
-
-
-@contextmanager
-def served() -> Iterator[RunningServer]:
-    """Context manager with a running server, which is stopped at the end."""
-    running = start_server()
-    try:
-        yield running
-    finally:
-        running.stop()
-
-
-def start_server() -> RunningServer:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "INFERENCEGYM_PORT": str(port),
-        "INFERENCEGYM_HOST": "127.0.0.1",
-        "INFERENCEGYM_STORE_URL": "memory://",
-    }
-    process = subprocess.Popen([sys.executable, "-m", "server.app"], cwd=ROOT, env=environment)
-    running = RunningServer(process, f"http://127.0.0.1:{port}")
-    deadline = time.monotonic() + HEALTHY_WITHIN_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{running.base_url}/health", timeout=1) as answer:
-                if answer.status == 200:
-                    return running
-        except OSError:
-            time.sleep(0.1)
-    ended = process.poll()
-    process.kill()
-    why = f"it ended with status {ended}" if ended is not None else f"no answer within {HEALTHY_WITHIN_S} s"
-    raise RuntimeError(f"the server did not become healthy: {why}; its own messages are above")
+        opened = ExitStack()
+        return RunningServer(opened, *opened.enter_context(own_server()))
 
 
 if __name__ == "__main__":

@@ -18,5 +18,5 @@ trap 'rm -rf "$folder"' EXIT
 "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "openenv==$oldest.*"
 export PYTHONPATH="$folder"
 "$PYTHON" -c 'import openenv; print("OpenEnv", openenv.__version__)'
-"$PYTHON" scripts/openenv_check.py
+"$PYTHON" -m scripts.openenv_check
 "$PYTHON" -m pytest -q -n 2 --dist loadfile tests/server/test_openenv.py tests/agents/test_openenv_environment.py tests/env/test_conformance.py

@@ -1,8 +1,8 @@
 """Record the web page: an animated GIF of a race, a screenshot, both for the README, and the picture of link previews.
 
-    python scripts/record_demo.py [--only card picture film] [--url http://localhost:7860] [--out benchmarks/figures]
+    python -m scripts.record_demo [--only card picture film]
 
-Without ``--url`` the script starts a server. Needs Chromium and the requirements for training (Pillow comes with them).
+It starts a server. Needs Chromium and the requirements for training (Pillow comes with them).
 Frames are timed by the race's own clock, so the length of the film does not depend on the speed of the recording
 machine.
 """
@@ -10,27 +10,21 @@ machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import itertools
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+from benchmarks.report import FIGURES, ROOT
+from benchmarks.speed.load import own_server
+
 CHROMIUM_ARGUMENTS: Final = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 TASK, SEED = 3, 42
 FILM_SIZE: Final = {"width": 1180, "height": 860}
@@ -44,7 +38,6 @@ MS_PER_SECOND: Final = 90
 """Milliseconds of film per second of the race."""
 END_MS: Final = 5_000
 KINDS: Final = ("film", "picture", "card")
-START_S: Final = 30
 
 ORDER: Final = ("quant_tier", "batch_size", "kv_budget", "prefill_disagg", "spec_length")
 """Order in which the film moves the sliders, one every few seconds, towards the best known constant action."""
@@ -53,17 +46,13 @@ EVERY_S: Final = 4
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Record a film and a screenshot of a race on the web page.")
-    parser.add_argument("--url", help="a running server; without it one is started")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "figures", help="folder for the files")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="what to record")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    server = contextlib.nullcontext(options.url) if options.url else running_server()
-    with server as url, sync_playwright() as playwright:
+    with own_server() as (url, _), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=list(CHROMIUM_ARGUMENTS))
         written = [
-            *([film(browser, url, options.out / "race.gif")] if "film" in options.only else []),
-            *([picture(browser, url, options.out / "page-desktop.png")] if "picture" in options.only else []),
+            *([film(browser, url, FIGURES / "race.gif")] if "film" in options.only else []),
+            *([picture(browser, url, FIGURES / "page-desktop.png")] if "picture" in options.only else []),
             *([card(browser, url, CARD)] if "card" in options.only else []),
         ]
         browser.close()
@@ -81,38 +70,6 @@ def chromium() -> str:
     if path is None:
         sys.exit("Chromium was not found: run scripts/install_test_servers.sh as root, or install it by hand")
     return path
-
-
-@contextlib.contextmanager
-def running_server() -> Iterator[str]:
-    """A server of this checkout on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"INFERENCEGYM_PORT": str(port), "INFERENCEGYM_HOST": "127.0.0.1", "INFERENCEGYM_DATA_DIR": folder}
-        with (Path(folder) / "server.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "server.app"], cwd=ROOT, env={**os.environ, **settings}, stderr=log
-            )
-        url = f"http://127.0.0.1:{port}"
-        try:
-            _wait_for(url)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(timeout=20)
-
-
-def _wait_for(url: str) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/health"):
-                return
-        except urllib.error.URLError:
-            time.sleep(0.1)
-    sys.exit(f"the server did not start within {START_S} s")
 
 
 # ---------------------------------------------------------------- the film

@@ -1,18 +1,11 @@
-"""Load test: 1,000 sessions over HTTP, each on its own connection, and 64 over WebSockets, against one server.
+"""Load of many sessions at once on one server of this machine: over HTTP, each on its own connection, and WebSockets.
 
-    python -m benchmarks.speed.load                       starts a server of its own and stops it
-    python -m benchmarks.speed.load --url http://127.0.0.1:7860
-
-A server that was started separately needs INFERENCEGYM_CONCURRENT_ENVS_PER_CLIENT=64 for that many WebSockets of one
-client. The load is bounded in count and time, and restricted to servers on this machine. It prints requests per second,
-latencies as clients saw them (client and server share the processor), counts of the statuses, and the server's peak
-memory. A session ends with its first answer other than 200 (503 if the machine is so busy that the store's file stays
-locked for INFERENCEGYM_STORE_TIMEOUT_S), and any such answer makes the exit status 1.
+The load is bounded in count and time. A session ends with its first answer other than 200 (503 if the machine is so
+busy that the store's file stays locked for INFERENCEGYM_STORE_TIMEOUT_S). :func:`own_server` starts a server.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import ipaddress
@@ -36,7 +29,8 @@ from urllib.parse import urlsplit
 import httpx
 import websockets
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.report import ROOT
+
 MAX_SESSIONS, MAX_STEPS, MAX_WEBSOCKETS, MAX_SECONDS = 5_000, 1_000, 512, 900
 
 
@@ -45,18 +39,8 @@ class Report:
     """Results of a load test as its clients saw them."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    latencies_s: dict[str, list[float]] = field(default_factory=dict)
     rewards: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     """Rewards of every session by kind and seed, for comparison with episodes played in process."""
-    took_s: float = 0.0
-
-    def add(self, kind: str, status: str, took_s: float) -> None:
-        self.statuses[status] += 1
-        self.latencies_s.setdefault(kind, []).append(took_s)
-
-    def quantile_ms(self, kind: str, share: float) -> float:
-        ordered = sorted(self.latencies_s[kind])
-        return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def refused(self) -> int:
         """Number of answers other than 200 (HTTP) or an observation (WebSocket)."""
@@ -104,23 +88,20 @@ async def play_http(address: tuple[str, int], seed: int, steps: int, report: Rep
     await connection.open()
     try:
         await start.wait()
-        began = time.perf_counter()
         status, started = await connection.post("/reset", episode(seed, steps))
-        report.add("reset", str(status), time.perf_counter() - began)
+        report.statuses[str(status)] += 1
         if status != 200:
             return
         rewards = report.rewards.setdefault(("http", seed), [])
         for step in range(1, steps + 1):
             body = {"session_id": started["session_id"], "action": action(seed, step), "step": step}
-            began = time.perf_counter()
             status, answer = await connection.post("/step", body)
-            report.add("step", str(status), time.perf_counter() - began)
+            report.statuses[str(status)] += 1
             if status != 200:
                 return  # later steps would be out of order
             rewards.append(answer["reward"])
-        began = time.perf_counter()
         status, _ = await connection.post("/grader", {"session_id": started["session_id"]})
-        report.add("grader", str(status), time.perf_counter() - began)
+        report.statuses[str(status)] += 1
     finally:
         connection.close()
 
@@ -130,17 +111,16 @@ async def play_websocket(url: str, seed: int, steps: int, report: Report, start:
     async with websockets.connect(address, compression=None, proxy=None, open_timeout=60) as socket_:
         await start.wait()
 
-        async def ask(kind: str, frame: dict[str, Any]) -> dict[str, Any]:
-            began = time.perf_counter()
+        async def ask(frame: dict[str, Any]) -> dict[str, Any]:
             await socket_.send(json.dumps(frame))
             answer: dict[str, Any] = json.loads(await socket_.recv())
-            report.add(kind, str(answer["type"]), time.perf_counter() - began)
+            report.statuses[str(answer["type"])] += 1
             return answer
 
-        await ask("reset", {"type": "reset", "data": episode(seed, steps)})
+        await ask({"type": "reset", "data": episode(seed, steps)})
         rewards = report.rewards.setdefault(("websocket", seed), [])
         for step in range(1, steps + 1):
-            answer = await ask("websocket step", {"type": "step", "data": action(seed, step)})
+            answer = await ask({"type": "step", "data": action(seed, step)})
             if answer["type"] != "observation":
                 return
             rewards.append(answer["data"]["reward"])
@@ -166,8 +146,6 @@ async def load(url: str, sessions: int, steps: int, sockets: int, seconds: float
         for seed in range(first_seed, first_seed + sockets):
             group.create_task(play_websocket(url, seed, steps, report, start))
         await start.wait()
-        began = time.perf_counter()
-    report.took_s = time.perf_counter() - began
     return report
 
 
@@ -197,15 +175,14 @@ def memory_mb(pid: int, what: str = "VmHWM") -> float:
 
 
 @contextlib.contextmanager
-def own_server(workers: int, **settings: int) -> Iterator[tuple[str, int]]:
-    """URL and process id of a server with these settings, which keeps its sessions in a temporary directory."""
+def own_server() -> Iterator[tuple[str, int]]:
+    """URL and process id of a server of this clone, which keeps its sessions in a temporary directory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
-        names = {"PORT": port, "HOST": "127.0.0.1", "WORKERS": workers, "DATA_DIR": directory, "ACCESS_LOG": "errors"}
-        names |= {"CONCURRENT_ENVS_PER_CLIENT": MAX_WEBSOCKETS, **settings}
+        names = {"PORT": port, "HOST": "127.0.0.1", "DATA_DIR": directory, "ACCESS_LOG": "errors"}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCEGYM_")}
         environment = {**clean, **{f"INFERENCEGYM_{name}": str(value) for name, value in names.items()}}
         log = stack.enter_context(Path(directory, "server.log").open("wb"))
@@ -224,36 +201,3 @@ def own_server(workers: int, **settings: int) -> Iterator[tuple[str, int]]:
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(timeout=30)
-
-
-def show(report: Report, peak_mb: float | None) -> None:
-    requests = sum(map(len, report.latencies_s.values()))
-    print(f"{requests:,} requests in {report.took_s:.1f} s, {requests / report.took_s:,.0f} per second")
-    for kind, latencies in report.latencies_s.items():
-        p50, p99 = report.quantile_ms(kind, 0.5), report.quantile_ms(kind, 0.99)
-        print(f"  {kind:<15} {len(latencies):>7,}   p50 {p50:8.1f} ms   p99 {p99:8.1f} ms")
-    print("answers: " + ", ".join(f"{status}: {n:,}" for status, n in sorted(report.statuses.items())))
-    if peak_mb is not None:
-        print(f"server memory, at most: {peak_mb:.0f} MB")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Many sessions at once against one server of this machine.")
-    parser.add_argument("--sessions", type=int, default=1_000, help=f"HTTP sessions (at most {MAX_SESSIONS})")
-    parser.add_argument("--steps", type=int, default=20, help=f"steps of each session (at most {MAX_STEPS})")
-    parser.add_argument("--websockets", type=int, default=64, help=f"WebSocket sessions (at most {MAX_WEBSOCKETS})")
-    parser.add_argument("--seconds", type=float, default=120, help=f"give up after so long (at most {MAX_SECONDS})")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes of the server that is started")
-    parser.add_argument("--url", help="a running server on this machine (default: start one)")
-    args = parser.parse_args()
-    allow_many_connections()
-    with contextlib.ExitStack() as stack:
-        url, pid = (args.url, None) if args.url else stack.enter_context(own_server(args.workers))
-        report = asyncio.run(load(url, args.sessions, args.steps, args.websockets, args.seconds))
-        # With several workers, the started process only supervises the others.
-        show(report, memory_mb(pid) if pid is not None and args.workers == 1 else None)
-    return 1 if report.refused() else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

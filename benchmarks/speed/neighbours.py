@@ -216,7 +216,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind")
     args = parser.parse_args()
     measured: dict[str, list[Measured]] = {name: [] for name in (ALONE, *KINDS)}
-    with own_server(1) as (url, _), heavy_client(url) as heavy:
+    with own_server() as (url, _), heavy_client(url) as heavy:
         quiet = Client(loopback(url), QUIET)
         step_times_ms(quiet, 1.0)
         for _ in range(args.rounds):

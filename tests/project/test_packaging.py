@@ -212,7 +212,7 @@ def test_citation_and_notebook_lead_to_the_address_of_the_package() -> None:
 @pytest.mark.slow
 def test_openenv_passes_the_running_server_and_its_runtime_graders() -> None:
     report = subprocess.run(
-        [sys.executable, ROOT / "scripts/openenv_check.py"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "scripts.openenv_check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert report.returncode == 0, report.stdout + report.stderr
     played = {f"runtime.{name}" for name in ("startup", "observation_schema", "reward_well_formed", "state_contract")}
