@@ -14,7 +14,6 @@ import pytest
 
 from tests.servers import ROOT, RunningServer, running_server
 
-
 # A request log is read by a process of its own: hundreds of them take minutes.
 WITHOUT_LOGS = ("--exclude-path-regex", "/(plan|shadow)$")
 
