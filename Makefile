@@ -20,6 +20,9 @@ SBOM_TOOL ?= cyclonedx-bom==7.5.0
 TESTS ?= tests
 BASE ?= HEAD
 QUICK := not slow and not soak and not engine
+SLOW := slow and not soak and not engine
+# Three processes keep two cores busy: many tests wait for servers. Who has no tests left takes half of another's.
+SPREAD := -n 3 --dist worksteal
 
 # Modules are compiled once: where this is set, each start of the server would compile many of them anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,7 +39,7 @@ COMPILED_SOURCES := $(sort $(DECLARATIONS) $(DECLARATIONS:.pxd=.py) $(wildcard s
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 INSTALL := $(BIN)/uv pip install --quiet --python $(PYTHON)
 
-.PHONY: help serve install dev rl peers engine test test-fast test-changed test-servers soak check lint types tidy documents site format bench openenv gymnasium pins sbom audit build clean
+.PHONY: help serve install dev rl peers engine test test-fast test-changed test-servers soak check lint types tidy documents site format bench openenv openenv-oldest gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
@@ -107,19 +110,19 @@ bench: $(STAMPS)/dev $(STAMPS)/package
 
 # --- Checking ------------------------------------------------------------------------------------------------------
 
-# The quick tests first, then, if they pass, the slow ones, each on two processes. What they start (Redis, Chromium) is
-# installed before where that is allowed; elsewhere the tests that need it are skipped, and the last lines say so.
+# The quick tests first, then, if they pass, the slow ones. What they start (Redis, Chromium) is installed before where
+# that is allowed; elsewhere the tests that need it are skipped, and the last lines say so.
 # TESTS=PATH runs those of a path. It may have quick tests only, or slow ones only (pytest's status 5: none collected);
 # with neither, the command fails.
 test: test-servers $(STAMPS)/rl $(STAMPS)/package
-	@quick=0; $(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile || quick=$$?; \
+	@quick=0; $(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' $(SPREAD) || quick=$$?; \
 	[ $$quick = 0 ] || [ $$quick = 5 ] || exit $$quick; \
-	slow=0; $(PYTHON) -m pytest $(TESTS) -m 'slow and not soak and not engine' -n 2 --dist loadfile || slow=$$?; \
+	slow=0; $(PYTHON) -m pytest $(TESTS) -m '$(SLOW)' $(SPREAD) || slow=$$?; \
 	[ $$slow != 5 ] || exit $$quick; exit $$slow
 	@scripts/install_test_servers.sh --check
 
 test-fast: test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile
+	$(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' $(SPREAD)
 
 # The quick tests nearest to what has changed since the last commit (BASE=main: since main): a minute or two, not all
 # that a change may break. Nothing is installed where there is none. MAKE_COMMAND: `make -n` would run a line with MAKE.
@@ -177,8 +180,10 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff format .
 
 # OpenEnv's own verdicts on the directory, a running server and a played episode.
-openenv: $(STAMPS)/dev $(STAMPS)/package
+openenv: openenv-oldest
 	$(PYTHON) -m scripts.openenv_check
+
+openenv-oldest: $(STAMPS)/dev $(STAMPS)/package
 	PYTHON=$(PYTHON) scripts/openenv_oldest.sh
 
 # The Gymnasium environments on a newer version than RLlib lets the pins have.

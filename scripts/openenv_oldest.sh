@@ -19,4 +19,4 @@ trap 'rm -rf "$folder"' EXIT
 export PYTHONPATH="$folder"
 "$PYTHON" -c 'import openenv; print("OpenEnv", openenv.__version__)'
 "$PYTHON" -m scripts.openenv_check
-"$PYTHON" -m pytest -q -n 2 --dist loadfile tests/server/test_openenv.py tests/agents/test_openenv_environment.py tests/env/test_conformance.py
+"$PYTHON" -m pytest -q -n 2 --dist worksteal tests/server/test_openenv.py tests/agents/test_openenv_environment.py tests/env/test_conformance.py
