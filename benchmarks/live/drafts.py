@@ -140,8 +140,8 @@ CLIENTS: Final = replace(
     CPU, results="live_drafts_clients", drain_s=60.0, clients=(2, 8), finalists=2, bursts=(1, 2, 4, 8, 16),
     workloads={
         "clients": tuple(
-            Stage(seconds, 40.0 / seconds, acceptance, tpot_s=tpot_s, clients=4)
-            for seconds, acceptance, tpot_s in 2 * ((6.0, 0.95, 0.0105), (14.0, 0.3, 0.027))
+            Stage(seconds, 32.0 / seconds, acceptance, tpot_s=tpot_s, clients=3)
+            for seconds, acceptance, tpot_s in 2 * ((5.0, 0.95, 0.009), (13.0, 0.3, 0.0235))
         ),
     },
     calm_rps=(0.5, 1.5), flood_rps=(0.5, 1.5), calm_s=(4.0, 14.0), other_s=(4.0, 14.0),

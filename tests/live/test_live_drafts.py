@@ -135,18 +135,18 @@ def test_requests_have_the_acceptance_of_the_stage_in_which_they_arrive() -> Non
 
 
 def test_clients_keep_the_batch_as_large_while_the_content_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four clients send their requests stage after stage; one of them may be between two requests."""
+    """Three clients send their requests stage after stage; one of them may be between two requests."""
     monkeypatch.setattr("benchmarks.live.drafts.HERE", CLIENTS)
     stages = CLIENTS.workloads["clients"]
     episode, running = Episode(TABLES, stages, 7), []
     while not episode.done:
         episode.play(1)
         running.append(episode.seen.running)
-    assert [stage.acceptance for stage in episode.stages] == [a for a in (0.95, 0.3, 0.95, 0.3) for _ in range(40)]
+    assert [stage.acceptance for stage in episode.stages] == [a for a in (0.95, 0.3, 0.95, 0.3) for _ in range(32)]
     timings = episode.load.timings
     assert all(timing.completed for timing in timings)
     assert sorted(timings, key=lambda timing: timing.request.arrival_s) == timings
-    assert set(running[:-3]) <= {3.0, 4.0}
+    assert set(running[:-3]) <= {2.0, 3.0}
 
 
 def test_an_episode_plays_the_lengths_that_its_policy_chose() -> None:
