@@ -710,13 +710,20 @@ def burst_times(engine: VllmEngine) -> list[Burst]:
 
 
 def with_drafts(times: EngineTimes, bursts: Sequence[Burst]) -> EngineTimes:
-    """The times with the fixed part and the time per row that fit the bursts; what a sequence adds is in its row."""
+    """The times with the fixed part and the time per row that fit the bursts; what a sequence adds is in its row.
+
+    Beyond the largest burst a row takes as long as before.
+    """
     knots = np.array([0.0, 64.0, 256.0])
     rows = np.array([burst.sequences * (burst.drafts + 1) for burst in bursts], dtype=np.float64)
     widths = np.clip(rows[:, None] - knots, 0.0, np.append(np.diff(knots), np.inf))
     ms = np.array([burst.ms for burst in bursts])
     # Relative errors: each equation is divided by what was measured.
     fixed, *ramps = nnls(np.column_stack([np.ones_like(rows), widths]) / ms[:, None], np.ones_like(ms))[0].tolist()
+    ramps = [
+        ramp if seen else (times.rows_ms(2.0 * at) - times.rows_ms(at)) / at
+        for ramp, at, seen in zip(ramps, knots.tolist(), widths.any(axis=0), strict=True)
+    ]
     return replace(
         times, step_ms=fixed, knots=tuple(knots.tolist()), ramp_ms=tuple(ramps), sequence_ms=0.0, context_ms=0.0
     )

@@ -205,8 +205,13 @@ def test_bursts_with_drafts_give_the_times_that_made_them(tmp_path: Path) -> Non
             rows = sequences * (drafts + 1)
             ms = 5.0 + 0.02 * min(rows, 64) + 0.01 * min(max(rows - 64, 0), 192) + 0.03 * max(rows - 256, 0)
             bursts.append(Burst(sequences, drafts, ms))
-    found = with_drafts(EngineTimes.of_dict(engine_tables(tmp_path).meta["measured_engine"]["times"]), bursts)
+    before = EngineTimes.of_dict(engine_tables(tmp_path).meta["measured_engine"]["times"])
+    found = with_drafts(before, bursts)
     assert (found.step_ms, *found.ramp_ms) == pytest.approx((5.0, 0.02, 0.01, 0.03))
+    small = with_drafts(before, [burst for burst in bursts if burst.sequences <= 8])
+    assert (small.step_ms, *small.ramp_ms) == pytest.approx(
+        (5.0, 0.02, 0.01, before.rows_ms(257) - before.rows_ms(256))
+    )
     assert (found.sequence_ms, found.context_ms) == (0.0, 0.0)
 
 
