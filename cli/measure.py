@@ -81,7 +81,7 @@ def report_engine(measured: MeasuredEngine, name: str, out: Path | None, as_json
         return
     source, profile = measured.source(name), measured.profile(name)
     notes = {"measured": measured.to_dict()}
-    path = build_table(out, source, profile, jobs=1, progress=False, notes=notes, saturated=False)
+    path = build_table(out, source, profile, notes=notes, saturated=False)
     if not as_json:
         print_table_use(path)
 

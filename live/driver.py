@@ -99,17 +99,12 @@ class EngineApi:
         url: str,
         *,
         model: str | None = None,
-        token_ids: tuple[int, int] = TOKEN_IDS,
-        seed: int = 0,
         priorities: bool = False,
-        headers: dict[str, str] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.model = model
         self.max_model_len: int | None = None
-        self._headers = headers or {}
-        self._token_ids = token_ids
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._priorities = priorities
 
     def check(self) -> Self:
@@ -124,13 +119,13 @@ class EngineApi:
         self.max_model_len = None if longest is None else int(longest)
         return self
 
-    def get_text(self, path: str, timeout_s: float = 10.0) -> str:
+    def get_text(self, path: str) -> str:
         """Answer to a GET request as text; raises :class:`RemoteError` without a successful answer."""
-        return self._ask("GET", path, None, timeout_s).text
+        return self._ask("GET", path).text
 
-    def get_json(self, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    def get_json(self, path: str) -> dict[str, Any]:
         """Answer to a GET request as a JSON object; raises :class:`RemoteError` if it is not one."""
-        return _json_object(self._ask("GET", path, None, timeout_s))
+        return _json_object(self._ask("GET", path))
 
     def post_json(self, path: str, body: dict[str, Any], timeout_s: float = 10.0) -> Any:
         """Answer to a POST request as JSON; raises :class:`RemoteError` if it is not JSON."""
@@ -140,11 +135,11 @@ class EngineApi:
         """The engine's metrics page; raises :class:`RemoteError` if there is none."""
         return read_page(self.get_text("/metrics"))
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 10.0
+    ) -> httpx.Response:
         try:
-            answer = httpx.request(
-                method, self.url + path, json=body, headers=self._headers, timeout=timeout_s, verify=_tls()
-            )
+            answer = httpx.request(method, self.url + path, json=body, timeout=timeout_s, verify=_tls())
         except httpx.HTTPError as error:
             raise ServerUnavailableError(
                 f"no answer from {self.url}{path} ({error!r}): is the engine running, and is this its address?"
@@ -156,7 +151,7 @@ class EngineApi:
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
         """Body of the completion request."""
-        low, high = self._token_ids
+        low, high = TOKEN_IDS
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": self._random.choices(range(low, high + 1), k=request.prompt_tokens),
@@ -176,7 +171,6 @@ class EngineApi:
     def client(self) -> httpx.AsyncClient:
         """HTTP client without a limit on concurrent requests."""
         return httpx.AsyncClient(
-            headers=self._headers,
             timeout=httpx.Timeout(SILENCE_S, connect=30.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )

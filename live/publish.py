@@ -19,17 +19,16 @@ PARTS: Final = {
 class AdvicePage:
     """HTTP server of the page, on this machine; a context manager. Port 0 chooses a free port."""
 
-    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
+    def __init__(self, port: int) -> None:
         self._registry = CollectorRegistry()
         self._gauges = {
             part: Gauge(f"inferencegym_live_{part}", text, ["name"], registry=self._registry)
             for part, text in PARTS.items()
         }
-        self._asked = (port, address)
         self.port = port
 
     def __enter__(self) -> Self:
-        self._server, self._thread = start_http_server(*self._asked, registry=self._registry)
+        self._server, self._thread = start_http_server(self.port, "127.0.0.1", registry=self._registry)
         self.port = int(self._server.server_port)
         return self
 

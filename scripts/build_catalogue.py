@@ -48,7 +48,7 @@ def build(names: list[str]) -> None:
     for name in names:
         source = AiconfiguratorSource(Deployment(**hardware_data()["tables"][name]))
         profile, path = engine(source.card.engine), DATA_DIR / files()[name]
-        build_table(path, source, profile, jobs=1, progress=False, saturated=False)
+        build_table(path, source, profile, saturated=False)
         print(f"{path.name}: {path.stat().st_size} bytes")
 
 

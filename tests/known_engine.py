@@ -23,7 +23,7 @@ def known(times: EngineTimes = TIMES) -> OperatorModel:
 def table_file(path: Path, facts: EngineFacts = FACTS) -> Path:
     """Write the engine's table, as ``inferencegym measure`` does."""
     source, profile = EngineSource(path.stem, TIMES, facts), engine_profile(path.stem, facts, WAY_MS, "a test")
-    return build_table(path, source, profile, jobs=1, progress=False, saturated=False)
+    return build_table(path, source, profile, saturated=False)
 
 
 def engine_tables(folder: Path, facts: EngineFacts = FACTS) -> ServingTables:

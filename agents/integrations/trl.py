@@ -12,7 +12,7 @@ do not meet. What ``fleet_tools_at`` returns can be pickled, as AsyncGRPOTrainer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -170,8 +170,3 @@ class FleetTools:
 def fleet_tools_at(base_url: str) -> Callable[[], FleetTools]:
     """Factory of :class:`FleetTools` of a server. Not a method of the class, because every public method is a tool."""
     return partial(FleetTools, base_url)
-
-
-def episode_return(environments: Sequence[FleetTools], **_: Any) -> list[float]:
-    """Reward function for trainers that do not call ``get_reward`` themselves: the score of every rollout."""
-    return [environment.get_reward() for environment in environments]

@@ -108,7 +108,7 @@ def compare(venv: Path, folder: Path, seconds: float) -> dict[str, Any]:
         measured = measure_engine(api, settings)
         path = folder / "measured.parquet"
         source, profile = measured.source("measured"), measured.profile("measured")
-        build_table(path, source, profile, jobs=1, progress=False, saturated=False)
+        build_table(path, source, profile, saturated=False)
         rows: list[dict[str, Any]] = []
         for seed, asked in enumerate(LOGS):
             rows += checked(api, server.control_file, path, measured, asked, seed)

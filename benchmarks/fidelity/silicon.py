@@ -246,4 +246,4 @@ def _tables(name: str, kv_cache_dtype: str) -> ServingTables:
     source = source_of({**shipped.meta, "aiconfigurator": other})
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.parquet"
-        return load_tables(build_table(path, source, engine_of(shipped.meta), 1, progress=False, saturated=False))
+        return load_tables(build_table(path, source, engine_of(shipped.meta), saturated=False))

@@ -669,7 +669,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         measured = replace(measured, fit=replace(measured.fit, times=with_drafts(measured.fit.times, bursts)))
     print(f"measured: {measured.fit.times}, held-out error {measured.fit.median_error:.0%} at the median", flush=True)
     source, profile = measured.source("measured"), measured.profile("measured")
-    tables = load_tables(build_table(folder / TABLE_FILE, source, profile, jobs=1, progress=False, saturated=False))
+    tables = load_tables(build_table(folder / TABLE_FILE, source, profile, saturated=False))
     train(tables, options.steps, folder / POLICY_FILE)
     write_text(folder / CHOSEN_FILE, as_json(chosen(tables, folder / POLICY_FILE)))
 

@@ -161,8 +161,6 @@ def measure(engine: Engine, args: argparse.Namespace, folder: Path, lengths: tup
         folder / "engine.parquet",
         measured.source("measured"),
         measured.profile("measured"),
-        jobs=1,
-        progress=False,
         saturated=False,
         spec_tokens=tokens or None,
     )

@@ -125,9 +125,7 @@ def measured_table(api: EngineApi, path: Path, seconds: float) -> Path:
     )
     measured = measure_engine(api, settings)
     print(f"measured: {measured.fit.times}, held-out error {measured.fit.median_error:.0%} at the median", flush=True)
-    return build_table(
-        path, measured.source("measured"), measured.profile("measured"), jobs=1, progress=False, saturated=False
-    )
+    return build_table(path, measured.source("measured"), measured.profile("measured"), saturated=False)
 
 
 def prepared(policy: Path, steps: int) -> tuple[dict[str, Make], dict[str, float]]:

@@ -21,15 +21,13 @@ class SimulatedEngine:
     """One replica of a table's engine and model, in virtual time, which :meth:`SimulatedLoad.advance` advances.
 
     It drafts up to ``drafts`` tokens; only those of requests that name their acceptance are ever accepted. ``seed``
-    determines which. ``slowdown`` multiplies every iteration.
+    determines which.
     """
 
     name = "simulator"
     seconds_pass = False
 
-    def __init__(
-        self, tables: ServingTables, max_batch_size: int = 256, drafts: int = 0, seed: int = 0, slowdown: float = 1.0
-    ) -> None:
+    def __init__(self, tables: ServingTables, max_batch_size: int = 256, drafts: int = 0, seed: int = 0) -> None:
         self._pool_tokens = tables.kv_pool_tokens(0, 1.0, False)
         self._fleet = Fleet(
             operators_of(tables)[0],
@@ -37,7 +35,6 @@ class SimulatedEngine:
             self._pool_tokens,
             draft_tokens=drafts,
             acceptance=(1.0,) * drafts,  # every request has its own
-            slowdown=slowdown,
             **fleet_rules_of(tables),
         )
         self._seed = seed

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agents.integrations.inspect_ai import model_solver
-from agents.integrations.trl import FleetTools, episode_return, fleet_tools_at
+from agents.integrations.trl import FleetTools, fleet_tools_at
 from env.inference_env import InferenceEnv
 from inferencegym.errors import EpisodeDoneError, InvalidActionError
 from inferencegym.models import ACTION_FIELDS
@@ -63,7 +63,7 @@ def test_tools_play_the_episode_that_local_use_plays(server: RunningServer) -> N
         assert f'"timestep": {seconds}' in tools.observe()
     assert tools.done
     assert "over" in text
-    assert episode_return([tools]) == [local.grade()["score"]]
+    assert tools.get_reward() == local.grade()["score"]
     with pytest.raises(EpisodeDoneError):
         tools.run(1)
     tools.reset(task_id=1, seed=5)

@@ -99,12 +99,6 @@ def test_a_played_traffic_episode_is_graded_and_verified_alike(server: RunningSe
     assert len(played["observation"]["queue_length"]) == played["steps"] + 1
 
 
-def test_no_traffic_controller_beats_the_planner(server: RunningServer) -> None:
-    names = [policy["name"] for policy in server.get("/traffic/policies")["policies"]]
-    scores = {n: server.post("/traffic/play", {"task_id": "task_medium", "agent": n})["score"] for n in names}
-    assert max(scores.values()) == scores["planner"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [

@@ -69,12 +69,6 @@ def test_an_episode_is_paid_its_score_whatever_is_said_beside_the_knobs(
     assert trace.metrics == {"invalid_answers": 1.0, "finished": 1.0}
 
 
-def test_a_model_that_ran_into_its_limit_is_paid_for_carrying_on(server: RunningServer, fleet: ModuleType) -> None:
-    trace = played(fleet, server.url, verifiers_standin.Agent(json.dumps(KNOBS), max_turns=1))
-    assert trace.metrics["finished"] == 0.0
-    assert trace.rewards["grade"] == score_of(server.url, SEEDS[0])
-
-
 def test_the_model_has_no_tools_and_hence_needs_no_sandbox(fleet: ModuleType) -> None:
     operator = fleet.FleetEnvConfig().operator
     assert (operator.harness, operator.runtime) == ({"id": "null"}, {"type": "subprocess"})

@@ -386,8 +386,6 @@ def test_a_fitted_engine_becomes_a_table_that_the_dynamics_read(
         tmp_path / "mine.parquet",
         fit.source,
         fit.engine,
-        jobs=1,
-        progress=False,
         notes={"imported": fit.to_dict()},
     )
     tables = load_tables(path)
@@ -404,7 +402,7 @@ def test_a_table_that_fails_half_way_leaves_no_file(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(table, "slice_rows", fail)
     with pytest.raises(KeyboardInterrupt):
-        build_table(tmp_path / "t.parquet", MeasuredSource("a100-40gb"), engine("a100_40"), jobs=1, progress=False)
+        build_table(tmp_path / "t.parquet", MeasuredSource("a100-40gb"), engine("a100_40"))
     assert list(tmp_path.iterdir()) == []
 
 

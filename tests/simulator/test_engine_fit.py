@@ -148,7 +148,7 @@ def test_more_work_never_takes_less_time(fit: EngineFit) -> None:
 
 def test_the_table_plays_the_engine_and_makes_its_source_again(fit: EngineFit, tmp_path: Path) -> None:
     source, profile = EngineSource("mine", fit.times, FACTS), engine_profile("mine", FACTS, fit.ttft_offset_ms, "here")
-    path = build_table(tmp_path / "mine.parquet", source, profile, jobs=1, progress=False, saturated=False)
+    path = build_table(tmp_path / "mine.parquet", source, profile, saturated=False)
     tables = load_tables(path)
     again = source_of(tables.meta)
     assert isinstance(again, EngineSource)
