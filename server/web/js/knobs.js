@@ -98,6 +98,7 @@ export class Knobs {
       this.node.append(knob.box);
       this.put(name, knob.fallback);
     }
+    this.node.prepend(this.knobs.replicas.box); // where a task scales it decides most
   }
 
   title(name) {

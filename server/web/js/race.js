@@ -352,7 +352,7 @@ class Race {
     fill(this.strips, ...[...this.stripOf.values()].map((strip) => strip.node));
     this.who.hidden = false;
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.filter(({ title }) => title).flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
-    fill(this.legend, ...players.map((player) => this.legendEntry(player)), el("span", { class: "chip flood", text: "flood" }));
+    fill(this.legend, ...players.map((player) => this.legendEntry(player)), floods(this.phases).length ? el("span", { class: "chip flood", text: "flood" }) : null);
     const lanes = this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
     this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}.`;
     this.hide();
@@ -476,7 +476,8 @@ class Race {
     const found = await this.bestNow(action, played, held).catch(() => undefined); // what cannot be checked is not advised
     this.seeking = false;
     if (generation !== this.generation || mine !== this.mine || asked !== JSON.stringify(this.knobs.action())) return;
-    this.hinted = found && { ...found, freshUntil: played.length + held, text: found.text.replace(":", ` (${shown(found.name, found.value, this.tiers)}):`) };
+    const text = found?.text.replace(":", ` (${shown(found.name, found.value, this.tiers)}):`);
+    if (text !== this.hinted?.text) this.hinted = found && { ...found, text, freshUntil: played.length + held };
   }
 
   /**

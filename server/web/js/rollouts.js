@@ -93,7 +93,7 @@ class Rollouts {
       el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache: keep the share of the pool below 100 %." }));
     [this.story, this.readings] = [el("p", { class: "story" }), el("dl", { class: "readings" })];
     [this.trouble, this.scores] = [el("div"), el("div")];
-    this.who = el("details", {});
+    this.who = el("details", { hidden: true }); // until the players are there
     this.out = el("section", { class: "result", "aria-label": "Result" });
     [this.board, this.legend] = [el("div", { class: "charts wide" }), el("div", { class: "legend" })];
     this.node = el("div", {},
@@ -202,6 +202,7 @@ class Rollouts {
       pool: new TimeChart({ title: "Conversations in flight", unit: "share of the KV pool", series, sync, limits: [{ value: 1, label: "KV pool" }] }),
     };
     fill(this.board, ...Object.values(this.charts).map(({ figure }) => figure));
+    this.who.hidden = false;
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...series.map(({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label })));
     this.draw();
