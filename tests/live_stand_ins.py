@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from typing import Any, Final
 from live.engines.vllm_server import PLUGIN
 
 Answer = tuple[int, Any]
+"""Status, and JSON or parts of a stream."""
 
 
 class StandIn:
@@ -43,7 +44,13 @@ class StandIn:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 stand_in.posted.append((self.path, body))
                 status, answer = (404, {}) if post is None else post(self.path, body)
-                self.reply(status, json.dumps(answer).encode())
+                if not isinstance(answer, Iterator):
+                    self.reply(status, json.dumps(answer).encode())
+                    return
+                self.send_response(status)
+                self.end_headers()
+                with suppress(ConnectionError):  # whoever asked may have gone
+                    self.wfile.writelines(answer)
 
             def reply(self, status: int, content: bytes) -> None:
                 self.send_response(status)

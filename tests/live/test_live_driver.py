@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -14,76 +13,50 @@ import pytest
 from inferencegym.errors import RemoteError, ServerUnavailableError
 from live.driver import EngineApi, EngineRequest, OpenLoop, play_closed, play_open
 from live.metrics import read_page
+from tests.live_stand_ins import Answer, StandIn
 from tests.servers import free_port
 
 TOKEN_S = 0.02
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Writer:
     """Writes a token every 20 ms, two at once after the first; refuses prompts of 13 tokens."""
 
-    bodies: list[dict[str, Any]]
-    running = 0
-    peak = 0
-    lock = threading.Lock()
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.running = self.peak = 0
+        self._lock = threading.Lock()
 
-    def do_GET(self) -> None:
-        self.answer(200, json.dumps({"data": [{"id": "m", "max_model_len": 64}]}).encode())
+    def answer(self, _path: str, body: dict[str, Any]) -> Answer:
+        self.bodies.append(body)
+        return (400, {"error": {"message": "thirteen"}}) if len(body["prompt"]) == 13 else (200, self.stream(body))
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        kind = type(self)
-        with kind.lock:
-            kind.bodies.append(body)
-            kind.running += 1
-            kind.peak = max(kind.peak, kind.running)
-        try:
-            if len(body["prompt"]) == 13:
-                self.answer(400, b'{"error": {"message": "thirteen"}}')
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            written = 0
-            while written < body["max_tokens"]:
-                time.sleep(TOKEN_S)
-                written = min(body["max_tokens"], written + (2 if written else 1))
-                event = {"choices": [{"text": "x"}], "usage": {"completion_tokens": written}}
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        finally:
-            with kind.lock:
-                kind.running -= 1
-
-    def answer(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def stream(self, body: dict[str, Any]) -> Iterator[bytes]:
+        with self._lock:
+            self.running += 1
+            self.peak = max(self.peak, self.running)
+        written = 0
+        while written < body["max_tokens"]:
+            time.sleep(TOKEN_S)
+            written = min(body["max_tokens"], written + (2 if written else 1))
+            event = {"choices": [{"text": "x"}], "usage": {"completion_tokens": written}}
+            yield f"data: {json.dumps(event)}\n\n".encode()
+        with self._lock:
+            self.running -= 1
+        yield b"data: [DONE]\n\n"
 
 
 @pytest.fixture
-def engine() -> Iterator[tuple[str, type[_Handler]]]:
-    kind = type("Handler", (_Handler,), {"bodies": [], "running": 0, "peak": 0})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", kind
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def engine() -> Iterator[tuple[str, Writer]]:
+    writer = Writer()
+    with StandIn({}, writer.answer) as server:
+        yield server.url, writer
 
 
-def test_requests_are_sent_when_due_and_timed_token_by_token(engine: tuple[str, type[_Handler]]) -> None:
+def test_requests_are_sent_when_due_and_timed_token_by_token(engine: tuple[str, Writer]) -> None:
     url, server = engine
     api = EngineApi(url).check()
-    assert (api.model, api.max_model_len) == ("m", 64)
+    assert (api.model, api.max_model_len) == ("m", 1024)
     late, early = play_open(api, [EngineRequest(0.3, 7, 5), EngineRequest(0.1, 3, 1)])
     assert (early.tokens, late.tokens, early.error, late.error) == (1, 5, "", "")
     assert early.sent_s is not None
@@ -100,7 +73,7 @@ def test_requests_are_sent_when_due_and_timed_token_by_token(engine: tuple[str, 
     assert first["max_tokens"] == first["min_tokens"] == 1
 
 
-def test_a_refused_request_says_what_the_engine_said_and_the_others_go_on(engine: tuple[str, type[_Handler]]) -> None:
+def test_a_refused_request_says_what_the_engine_said_and_the_others_go_on(engine: tuple[str, Writer]) -> None:
     refused, served = play_open(EngineApi(engine[0]).check(), [EngineRequest(0, 13, 2), EngineRequest(0, 5, 2)])
     assert "400" in refused.error
     assert "thirteen" in refused.error
@@ -109,7 +82,7 @@ def test_a_refused_request_says_what_the_engine_said_and_the_others_go_on(engine
 
 
 def test_clients_of_a_closed_loop_send_the_next_request_when_the_last_has_ended(
-    engine: tuple[str, type[_Handler]],
+    engine: tuple[str, Writer],
 ) -> None:
     timings = play_closed(EngineApi(engine[0]).check(), [EngineRequest(0, 4, 3)] * 9, 3)
     assert len(timings) == 9
@@ -117,7 +90,7 @@ def test_clients_of_a_closed_loop_send_the_next_request_when_the_last_has_ended(
     assert engine[1].peak == 3
 
 
-def test_leaving_an_open_loop_cancels_what_runs(engine: tuple[str, type[_Handler]]) -> None:
+def test_leaving_an_open_loop_cancels_what_runs(engine: tuple[str, Writer]) -> None:
     with OpenLoop(EngineApi(engine[0]).check(), [EngineRequest(0, 4, 3), EngineRequest(0, 4, 10_000)]) as load:
         while not load.timings[0].completed:
             time.sleep(0.01)
@@ -139,7 +112,7 @@ def test_an_address_without_an_engine_is_named() -> None:
         EngineApi(f"http://127.0.0.1:{free_port()}").check()
 
 
-def test_another_model_than_the_one_served_is_refused(engine: tuple[str, type[_Handler]]) -> None:
+def test_another_model_than_the_one_served_is_refused(engine: tuple[str, Writer]) -> None:
     with pytest.raises(RemoteError, match="it serves m"):
         EngineApi(engine[0], model="n").check()
 
