@@ -1,14 +1,13 @@
 """Load of many sessions at once on one server of this machine: over HTTP, each on its own connection, and WebSockets.
 
-The load is bounded in count and time. A session ends with its first answer other than 200 (503 if the machine is so
-busy that the store's file stays locked for INFERENCEGYM_STORE_TIMEOUT_S). :func:`own_server` starts a server.
+A session ends with its first answer other than 200 (503 if the machine is so busy that the store's file stays locked
+for INFERENCEGYM_STORE_TIMEOUT_S). :func:`own_server` starts a server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import random
@@ -30,8 +29,6 @@ import httpx
 import websockets
 
 from benchmarks.report import ROOT
-
-MAX_SESSIONS, MAX_STEPS, MAX_WEBSOCKETS, MAX_SECONDS = 5_000, 1_000, 512, 900
 
 
 @dataclass
@@ -128,38 +125,22 @@ async def play_websocket(url: str, seed: int, steps: int, report: Report, start:
 
 async def load(url: str, sessions: int, steps: int, sockets: int, seconds: float, first_seed: int = 0) -> Report:
     """Play all sessions concurrently; they start together once all are connected."""
-    for name, value, most in (
-        ("sessions", sessions, MAX_SESSIONS),
-        ("steps", steps, MAX_STEPS),
-        ("websockets", sockets, MAX_WEBSOCKETS),
-        ("seconds", seconds, MAX_SECONDS),
-    ):
-        if not 0 <= value <= most:
-            raise ValueError(f"{name}={value} is not allowed: it must be at most {most}")
-    host, port = loopback(url)
     report = Report()
     # All sessions connect first; the clock starts when they begin together.
     start = asyncio.Barrier(sessions + sockets + 1)
     async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
         for seed in range(first_seed, first_seed + sessions):
-            group.create_task(play_http((host, port), seed, steps, report, start))
+            group.create_task(play_http(address_of(url), seed, steps, report, start))
         for seed in range(first_seed, first_seed + sockets):
             group.create_task(play_websocket(url, seed, steps, report, start))
         await start.wait()
     return report
 
 
-def loopback(url: str) -> tuple[str, int]:
-    """Host and port of a URL of this machine; ValueError for any other."""
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of a URL."""
     parts = urlsplit(url)
-    host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if parts.scheme != "http" or not local:
-        raise ValueError(f"{url} is not allowed: load goes to this machine only, as http://127.0.0.1:PORT")
-    return host, parts.port or 80
+    return str(parts.hostname), parts.port or 80
 
 
 def allow_many_connections() -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.report import machine, store, table
-from benchmarks.speed.load import loopback, own_server
+from benchmarks.speed.load import address_of, own_server
 from inferencegym.batch_format import MEDIA_TYPE, BatchSteps, encode_request
 
 QUIET, HEAVY = "127.0.0.1", "127.0.0.2"
@@ -217,7 +217,7 @@ def main() -> int:
     args = parser.parse_args()
     measured: dict[str, list[Measured]] = {name: [] for name in (ALONE, *KINDS)}
     with own_server() as (url, _), heavy_client(url) as heavy:
-        quiet = Client(loopback(url), QUIET)
+        quiet = Client(address_of(url), QUIET)
         step_times_ms(quiet, 1.0)
         for _ in range(args.rounds):
             for name, found in measured.items():
@@ -271,7 +271,7 @@ def heavy_client(url: str) -> Iterator[Connection]:
     """Orders for a heavy client, which has played its long episode."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=play_heavy, args=(loopback(url), there), daemon=True)
+    process = context.Process(target=play_heavy, args=(address_of(url), there), daemon=True)
     process.start()
     try:
         here.recv()
