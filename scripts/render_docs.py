@@ -1,9 +1,8 @@
 """Fill the generated blocks of the documents: ``python scripts/render_docs.py [--check]``.
 
 A block stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Some come from the code (tables of fields,
-tasks, settings, paths), some from files that a benchmark wrote under ``benchmarks/results/``. A block whose benchmark
-has not been run is reported and left unchanged. With ``--check`` nothing is written, and the exit status is 1 if any
-other block is out of date.
+tasks, settings, paths), some from files that a benchmark wrote under ``benchmarks/results/``. With ``--check`` nothing
+is written, and the exit status is 1 if any block is out of date.
 """
 
 from __future__ import annotations
@@ -504,6 +503,14 @@ def written(name: str) -> Callable[[], str]:
     return read
 
 
+BENCHMARKS = (
+    "autoscalers", "card_split", "ceilings", "engine_fidelity", "fidelity", "grpo", "hardware_fidelity",
+    "integrations", "learning", "live_drafts", "live_drafts_gpu", "live_first_come", "live_policies",
+    "live_real_text", "neighbours", "open_fidelity", "performance", "plain_ppo", "planned_engine", "policy_fidelity",
+    "ray", "rollouts", "rollouts_fidelity", "rollouts_policies", "routers", "transfer",
+)  # fmt: skip
+"""Result files that a block of the same name shows, with dashes."""
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "action-table": action_table,
     "observation-table": observation_table,
@@ -524,51 +531,17 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
     "fidelity-in-short": fidelity_in_short,
-    "fidelity": written("fidelity"),
-    "hardware-fidelity": written("hardware_fidelity"),
-    "open-fidelity": written("open_fidelity"),
-    "policy-fidelity": written("policy_fidelity"),
-    "engine-fidelity": written("engine_fidelity"),
-    "planned-engine": written("planned_engine"),
-    "rollouts-fidelity": written("rollouts_fidelity"),
-    "rollouts-policies": written("rollouts_policies"),
-    "live-first-come": written("live_first_come"),
-    "live-policies": written("live_policies"),
-    "live-drafts": written("live_drafts"),
-    "live-drafts-gpu": written("live_drafts_gpu"),
-    "live-real-text": written("live_real_text"),
-    "grpo": written("grpo"),
-    "integrations": written("integrations"),
-    "routers": written("routers"),
-    "results": written("tasks"),
-    "learning": written("learning"),
     "ppo-settings": ppo_settings,
-    "plain-ppo": written("plain_ppo"),
-    "transfer": written("transfer"),
-    "card-split": written("card_split"),
-    "autoscalers": written("autoscalers"),
-    "ceilings": written("ceilings"),
-    "rollouts": written("rollouts"),
     "scores": scores,
-    "ray": written("ray"),
-    "performance": written("performance"),
-    "neighbours": written("neighbours"),
+    "results": written("tasks"),
     "openenv-speed": written("openenv"),
+    **{name.replace("_", "-"): written(name) for name in BENCHMARKS},
 }
 
 
 def render(text: str) -> str:
-    """Fill the blocks of a document; blocks whose benchmark has not been run stay unchanged."""
-
-    def fill(match: re.Match[str]) -> str:
-        try:
-            body = BLOCKS[match["name"]]()
-        except FileNotFoundError as missing:
-            print(f"{match['name']}: not measured yet, {Path(missing.filename).relative_to(ROOT)} is not there")
-            return match.group()
-        return f"{match.group(1)}{body}\n{match.group(4)}"
-
-    return BLOCK.sub(fill, text)
+    """Fill the blocks of a document."""
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match['name']]()}\n{match[4]}", text)
 
 
 def main() -> int:
