@@ -183,6 +183,11 @@ def ranks(values: FloatArray) -> FloatArray:
     return result
 
 
+def bracketed(value: Mapping[str, float], sign: str = "") -> str:
+    """A mean and its 95% interval in brackets."""
+    return f"{value['mean']:{sign}.3f} [{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
+
+
 def spearman(a: FloatArray, b: FloatArray) -> float:
     """Spearman's rank correlation of two samples (n,)."""
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from agents.episodes import EpisodeResults, run_episodes
-from agents.evaluate import agents_for, interval, paired
+from agents.evaluate import agents_for, bracketed, interval, paired
 from agents.policies.constant import ConstantAgent, RandomAgent
 from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent, FloatArray
@@ -171,8 +171,8 @@ def text(report: dict[str, Any]) -> str:
         f"  without observing      best constant {_mean(game['best_constant'])}, best timetable "
         f"{_mean(game['best_timetable'])}; refusing {'PAYS' if game['refusing_pays'] else 'does not pay'}: "
         f"vLLM's defaults {_mean(game['vllm_defaults'])}",
-        f"  adaptive gap           {_spread(gap['over_constant'])} of {_named(gap['policy'])} over the best constant, "
-        f"{_spread(game['observing_over_timetable'])} over the timetable: {verdict}",
+        f"  adaptive gap           {bracketed(gap['over_constant'], '+')} of {_named(gap['policy'])} over the best "
+        f"constant, {bracketed(game['observing_over_timetable'], '+')} over the timetable: {verdict}",
     ]
     return "\n".join(lines)
 
@@ -206,7 +206,3 @@ def _mean(entry: dict[str, Any]) -> str:
 
 def _named(entry: dict[str, Any]) -> str:
     return f"{_mean(entry)} ({entry['policy']})"
-
-
-def _spread(value: dict[str, float]) -> str:
-    return f"{value['mean']:+.3f} [{value['ci95_low']:+.3f}, {value['ci95_high']:+.3f}]"

@@ -40,11 +40,6 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return [head.replace("|  |", "| |"), "|" + "---|" * len(heads), *lines]
 
 
-def bracketed(value: Mapping[str, float], sign: str = "") -> str:
-    """A mean and its 95% interval in brackets."""
-    return f"{value['mean']:{sign}.3f} [{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
-
-
 def spread(value: Mapping[str, float], sign: str = "") -> str:
     """A mean and the ends of its 95% interval."""
     return f"{value['mean']:{sign}.3f} ({value['ci95_low']:{sign}.3f} to {value['ci95_high']:{sign}.3f})"

@@ -399,8 +399,8 @@ SCORE_ROWS = {
 
 def scores() -> str:
     """Mean held-out scores with their intervals: `autoscale-mix`, then tasks 3 to 1."""
+    from agents.evaluate import bracketed
     from benchmarks.policies.tasks import timetables
-    from benchmarks.report import bracketed
     from inferencegym.tasks import get_task
 
     blind = timetables()

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.evaluate import interval, paired
+from agents.evaluate import bracketed, interval, paired
 from agents.protocol import FloatArray
 from agents.seeds import TRAINING_SEEDS, held_out_seeds
 from inferencegym.client.openenv_types import without_gradio
@@ -254,11 +254,11 @@ def text(report: dict[str, Any]) -> str:
         same = level["determinism"]
         lines += [
             f"reset {_json(level['reset'])}",
-            f"  random          {_spread(level['random'])}",
-            f"  best constant   {_spread(level['best_constant'])}, over random "
-            f"{_spread(level['constant_over_random'])}: {short_text(_json(level['constant']), 200)}",
-            f"  best timetable  {_spread(level['best_timetable'])}, over the constant "
-            f"{_spread(level['timetable_over_constant'])}",
+            f"  random          {bracketed(level['random'])}",
+            f"  best constant   {bracketed(level['best_constant'])}, over random "
+            f"{bracketed(level['constant_over_random'])}: {short_text(_json(level['constant']), 200)}",
+            f"  best timetable  {bracketed(level['best_timetable'])}, over the constant "
+            f"{bracketed(level['timetable_over_constant'])}",
             f"  determinism     same seed and actions, {same['replays']} episodes: same rewards in "
             f"{same['same_rewards']}, same observations in {same['same_observations']}; same actions, another seed: "
             f"same rewards in {same['same_rewards_of_another_seed']}",
@@ -267,13 +267,13 @@ def text(report: dict[str, Any]) -> str:
             f"{level['refused_actions']} actions refused",
         ]
     for (one, other), gap in zip(itertools.pairwise(report["levels"]), report["level_over_next"], strict=True):
-        gaps = ", ".join(f"{name.replace('_', ' ')} {_spread(value)}" for name, value in gap.items())
+        gaps = ", ".join(f"{name.replace('_', ' ')} {bracketed(value)}" for name, value in gap.items())
         lines.append(f"{_json(one['reset'])} over {_json(other['reset'])}: {gaps}")
     floor = report["adversarial_floor"]
     lines.append(f"malformed actions at {_json(report['levels'][0]['reset'])}")
     for name, each in floor.items():
         if each["return"] is not None:
-            earned = f"earns {_spread(each['return'])}, over random {_spread(each['over_random'])}"
+            earned = f"earns {bracketed(each['return'])}, over random {bracketed(each['over_random'])}"
             lines.append(f"  {name}: {each['outcome']}, {earned}")
         elif each["outcome"] != "refused":
             lines.append(f"  {name}: {each['outcome']}")
@@ -388,7 +388,3 @@ def _notes(played: Sequence[Episode], most_steps: int, free: set[str]) -> list[s
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-def _spread(value: dict[str, float]) -> str:
-    return f"{value['mean']:.3f} [{value['ci95_low']:.3f}, {value['ci95_high']:.3f}]"

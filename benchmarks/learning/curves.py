@@ -27,13 +27,13 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from agents.evaluate import compare, evaluate, interval, paired
+from agents.evaluate import bracketed, compare, evaluate, interval, paired
 from agents.policies.ppo import PpoAgent
 from agents.policies.stored import POLICY_DIR
 from agents.ppo_demo import local_envs, rise, settings_for, train
 from agents.seeds import HELD_OUT_SEEDS
 from benchmarks.policies.tasks import timetables
-from benchmarks.report import FIGURES, bracketed, spread, store, stored, table
+from benchmarks.report import FIGURES, spread, store, stored, table
 from env.threads import CORES
 from inferencegym.tasks import TaskSpec, get_task
 

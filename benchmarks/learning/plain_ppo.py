@@ -39,12 +39,12 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 import inferencegym.gym  # noqa: F401 - registers the environments
-from agents.evaluate import Decide, compare, gym_scores, interval, paired
+from agents.evaluate import Decide, bracketed, compare, gym_scores, interval, paired
 from agents.integrations.sb3 import SB3VecEnv
 from agents.protocol import FloatArray
 from agents.seeds import HELD_OUT_SEEDS
 from benchmarks.policies.tasks import timetables
-from benchmarks.report import bracketed, spread, store, stored, table
+from benchmarks.report import spread, store, stored, table
 from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import get_task
 from inferencegym.vector_env import registered_id

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from agents.evaluate import interval
+from agents.evaluate import bracketed, interval
 from agents.policies.rollouts import RolloutPolicy
 from agents.seeds import TRAINING_SEEDS, held_out_seeds
-from benchmarks.report import FIGURES, bracketed, store, table
+from benchmarks.report import FIGURES, store, table
 from env.rollouts.agents import CAPS, make_controller, oracle_constant, scores
 from env.rollouts.env import draw_row
 from env.rollouts.tasks import RolloutConfig, get_rollout_task, rollout_tasks

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from agents.episodes import EpisodeResults, run_episodes
-from agents.evaluate import compare, evaluate, interval, paired
+from agents.evaluate import bracketed, compare, evaluate, interval, paired
 from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
 from agents.registry import make_agent
 from agents.search.ablation import ablate
 from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
 from agents.search.solver import QUICK
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
-from benchmarks.report import FIGURES, bracketed, store, stored, table
+from benchmarks.report import FIGURES, store, stored, table
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
 from simulator.hardware.tables import load_tables
 from simulator.workload import load_source
