@@ -36,7 +36,7 @@ from simulator.hardware.catalogue import table_name
 from simulator.hardware.kernel_times import ATTENTION_BATCHES, KernelModel
 from simulator.hardware.profiles import fleet_changes
 from simulator.hardware.sources import operators_of
-from simulator.hardware.tables import ServingTables, tables_of
+from simulator.hardware.tables import ServingTables, load_tables, tables_of
 from simulator.load.prefix import reuse_curve
 from simulator.load.requests import RequestLog
 from simulator.whatif import request_statistics, weighted_quantile
@@ -61,6 +61,8 @@ GRID: Final[dict[str, tuple[float, ...]]] = {
     "batch_size": (16, 32, 64, 128, 256, 512),
 }
 """Values that are tried in all combinations and in each precision, with prefill on the replicas or on separate GPUs."""
+LEAST_FITTING: Final = 0.1
+"""Smallest share of requests that an engine takes by their length, below which nothing is planned."""
 LEAST_REQUESTS: Final = 25
 """Fewest requests of a log on which anything is recommended."""
 NEUTRAL: Final = Calibration(0.0, 1.0, 1.0, 1.0)
@@ -170,6 +172,43 @@ def longest_request(tables: ServingTables, pool_tokens: int) -> tuple[int, str]:
     if context is not None and context < pool_tokens:
         return context, "the model's context"
     return pool_tokens, "the KV pool"
+
+
+def fitting(log: RequestLog, tables: ServingTables, tiers: Sequence[int] | None = None) -> RequestLog:
+    """Requests that fit the largest KV pool of a replica and the model's context; the log itself if all do, or none.
+
+    Fleets are sized to them, because engines refuse the others at once. ``tiers`` are the precisions that may be used
+    (default: all).
+    """
+    fits = log.prompt_tokens + log.output_tokens <= longest_request(tables, largest_pool(tables, tiers))[0]
+    return log if fits.all() or not fits.any() else log.part(fits, 0.0)
+
+
+def largest_pool(tables: ServingTables, tiers: Sequence[int] | None = None) -> int:
+    """Tokens that the KV pool of a replica holds in the precision that leaves most room."""
+    return max(tables.kv_pool_tokens(tier, 1.0, False) for tier in (range(tables.n_tiers) if tiers is None else tiers))
+
+
+def impossible(log: RequestLog, tables: ServingTables, tiers: Sequence[int] | None = None) -> str:
+    """Why nothing can be planned on a log, and what would do: nearly no request fits; empty if enough do."""
+    lengths = log.prompt_tokens + log.output_tokens
+    most, bound = longest_request(tables, largest_pool(tables, tiers))
+    if (lengths <= most).mean() >= LEAST_FITTING:
+        return ""
+    needed = int(lengths.max())
+    told = (
+        f"{refused(lengths, tables, largest_pool(tables, tiers))}; the longest needs {needed:,}. No number of GPUs "
+        "changes that, so nothing is planned"
+    )
+    if bound == "the KV pool" and (catalogue.context_tokens(str(tables.meta["model"])) or math.inf) >= needed:
+        model = catalogue.usual_name(str(tables.meta["model"]))
+        known = {name: load_tables(catalogue.table_path(name)) for name in catalogue.tables_named(None, model)}
+        larger = [name for name, table in known.items() if largest_pool(table) >= needed]
+        return f"{told}: take another precision or table, with a larger pool ({', '.join(larger) or 'none known'})"
+    names = [name for name in catalogue.models() if (catalogue.context_tokens(name) or 0) >= needed]
+    return (
+        f"{told}: take a model with a longer context ({', '.join(names) or 'none of the catalogue has so long a one'})"
+    )
 
 
 def refused(request_tokens: FloatArray, tables: ServingTables, pool_tokens: int) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 from agents.protocol import FloatArray
 from agents.registry import make_agent
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import QuantTier, Router, ServeAction
 from inferencegym.tasks import TaskSpec
 from ops.capacity import (
@@ -31,8 +31,10 @@ from ops.capacity import (
     MAX_SPAN_S,
     NEUTRAL,
     PolicyOutcome,
+    fitting,
     fleet_for,
     grid,
+    impossible,
     log_summary,
     log_task,
     longest_request,
@@ -222,9 +224,10 @@ def make_plan(
     if not objectives:
         raise InvalidConfigError("give at least one objective, as in ttft_p99=500", "objective")
     check_router(router, log)
-    tables, left_out = _usable(tables, prices, precisions)
     if kv_cache_fp8:
         tables = {name: table.with_fp8_kv() for name, table in tables.items()}
+    tables, left_out = _usable(tables, prices, precisions)
+    tables, hopeless = _able(log, tables, precisions)
     first_token = [o for o in objectives if o.quantity == "ttft"]
     strictest = max(first_token, key=lambda o: o.share, default=None)
     required = max(share_met or 0.0, strictest.share if strictest else 0.0)
@@ -290,7 +293,7 @@ def make_plan(
         left_out=left_out,
         unmet=[card.largest for card in searches if card.best is None],
         warnings={card.name: warnings for card in searches if (warnings := card.warnings)},
-        refused={card.name: text for card in searches if (text := card.refused)},
+        refused=hopeless | {card.name: text for card in searches if (text := card.refused)},
         tried=tried,
     )
 
@@ -312,6 +315,27 @@ def _usable(
         unpriced = all(reason.startswith("no price") for reason in left_out.values())
         raise InvalidConfigError(f"no hardware is left to plan with ({reasons})", "prices" if unpriced else "quant")
     return kept, left_out
+
+
+def _able(
+    log: RequestLog, tables: Mapping[str, ServingTables], precisions: Sequence[str] | None
+) -> tuple[dict[str, ServingTables], dict[str, str]]:
+    """Tables on which enough requests of the log fit, and why nothing is planned on the others."""
+    hopeless = {
+        name: text for name, table in tables.items() if (text := impossible(log, table, _tiers(table, precisions)))
+    }
+    kept = {name: table for name, table in tables.items() if name not in hopeless}
+    if not kept:
+        by_text: dict[str, list[str]] = {}
+        for name, text in hopeless.items():
+            by_text.setdefault(text, []).append(name)
+        raise DataFormatError("; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items()))
+    return kept, hopeless
+
+
+def _tiers(table: ServingTables, precisions: Sequence[str] | None) -> list[int]:
+    """Indices of the precisions that may be used."""
+    return [i for i, tier in enumerate(table.tiers) if precisions is None or tier in precisions]
 
 
 def _within(progress: Progress, what: str, at: int, parts: int, share: float) -> None:
@@ -386,7 +410,12 @@ class _Card:
         self._cards_each = tables.cards_per_replica
         self._token_ms = engine_of(tables.meta).token_ms
         self._most = MAX_GPUS // self._cards_each
-        self._tiers = [i for i, tier in enumerate(tables.tiers) if precisions is None or tier in precisions]
+        self._tiers = _tiers(tables, precisions)
+        assert isinstance(searched.log, RequestLog)
+        fit = fitting(searched.log, tables, self._tiers)
+        # Without requests that an engine refuses at once: the fluid model would serve them.
+        self._fitting = searched if fit is searched.log else replace(searched, log=fit)
+        self._fit_share = len(fit.arrival_s) / len(searched.log.arrival_s)
         self._known: dict[int, list[Plan]] = {}
         self._on_all: dict[int, Plan] = {}
         self.best: Plan | None = None
@@ -398,7 +427,7 @@ class _Card:
 
     def search(self, progress: Callable[[float], None]) -> None:
         """Find the smallest number of GPUs on which a setting meets the objectives on all of the log."""
-        guess = max(1, fleet_for(self._searched, self._tables))
+        guess = max(1, fleet_for(self._fitting, self._tables))
         steps = 0
 
         def best_on(units: int) -> Plan:
@@ -475,7 +504,7 @@ class _Card:
             if apart and units % 2:
                 continue
             settings = grid(apart, self._tiers, self._drafts)
-            task = on_replicas(self._searched, units // 2 if apart else units)
+            task = on_replicas(self._fitting, units // 2 if apart else units)
             screened = screen(task, self._tables, settings)
             slow = np.zeros(len(settings))
             error = ratio("tpot", self._card, "knee").p50
@@ -486,7 +515,8 @@ class _Card:
                     # Most of it is decoding; the first token has its own share of requests in time.
                     slow = np.maximum(slow, screened.tpot("mean") * error * self._tokens_at(o) / o.limit_ms)
             over = np.maximum(0.0, slow - 1.0)
-            missed = np.maximum(screened.missed, [self._too_long(setting) for setting in settings])
+            of_all = 1.0 - (1.0 - screened.missed) * self._fit_share if self._fit_share < 1.0 else screened.missed
+            missed = np.maximum(of_all, [self._too_long(setting) for setting in settings])
             # Of settings that are rated equal the largest batch size comes first: it serves the most if traffic grows.
             rows = zip(over.tolist(), missed.tolist(), settings, strict=True)
             ranked += [(o + max(0.0, m - (1.0 - self._required)), m, s) for o, m, s in rows]
@@ -517,7 +547,7 @@ class _Card:
         """The best setting of each precision with as many prefill replicas as the prompts keep busy, and one more."""
         if units > MOST_UNEVEN:
             return
-        source = load_source(self._searched, self._tables)
+        source = load_source(self._fitting, self._tables)
         stats = source.stats
         for tier in self._tiers:
             work_s = float(stats.shares @ stats.work_mean_ms[:, tier]) / float(stats.shares.sum()) / 1e3

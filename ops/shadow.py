@@ -17,14 +17,18 @@ from agents.policies.constant import ConstantAgent
 from agents.policies.vllm_defaults import vllm_defaults
 from agents.protocol import Agent
 from agents.registry import make_agent
-from inferencegym.errors import refusal
+from inferencegym.errors import DataFormatError, refusal
 from inferencegym.models import ServeAction
 from inferencegym.tasks import Calibration, TaskSpec
 from ops.capacity import (
     NEUTRAL,
     PolicyOutcome,
     Run,
+    fitting,
+    fleet_for,
     grid,
+    impossible,
+    largest_pool,
     log_summary,
     log_task,
     longest_request,
@@ -161,17 +165,24 @@ def shadow(
         fixed = ServeAction.from_dict({**vllm_defaults(tables).to_dict(), **(fixed or {})})
     fixed.validate()
     tables.refuse_tier(fixed.quant_tier.value)
+    if n_gpus is None and (hopeless := impossible(log, tables)):
+        raise DataFormatError(hopeless)
     as_task = log_task(log, tables, slo_ms, task)
-    largest_pool = max(tables.kv_pool_tokens(tier, 1.0, False) for tier in range(tables.n_tiers))
+    fit = fitting(log, tables)
+    # Fleets are sized, and settings screened, without requests that an engine refuses at once.
+    screened = as_task if fit is log else replace(as_task, log=fit)
     tokens = log.prompt_tokens + log.output_tokens
-    too_long = float((tokens > longest_request(tables, largest_pool)[0]).mean())
+    too_long = float((tokens > longest_request(tables, largest_pool(tables))[0]).mean())
+    more_help = True
     if n_gpus is None:
         units = as_task.fleet.n_replicas
         if task is None:
-            units = _fewest_replicas(as_task, tables, units, too_long, drafts) or units
+            units = fleet_for(screened, tables)
+            found = _fewest_replicas(screened, tables, units, drafts)
+            units, more_help = found or units, found is not None
         n_gpus = units * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
     _check_gpus(n_gpus, fixed, tables.cards_per_replica)
-    gpus = Field(as_task, tables, n_gpus, drafts)
+    gpus = Field(as_task, tables, n_gpus, drafts, fit)
     constant, action = gpus.best_constant()
     scaling = gpus.autoscaled(constant, action)
     runs = [gpus.constant(FIXED, fixed), constant]
@@ -186,7 +197,8 @@ def shadow(
     hardware = str(tables.meta["hardware"])
     short = ""
     if outcomes[1].slo_miss_share > too_long + 1 - SERVED:
-        found = _fewest_replicas(as_task, tables, n_gpus // tables.cards_per_replica + 1, too_long, drafts)
+        least = n_gpus // tables.cards_per_replica + 1
+        found = _fewest_replicas(screened, tables, least, drafts) if more_help else None
         more = "nor would more" if found is None else f"about {found * tables.cards_per_replica} would do"
         which = " that are not refused" if too_long else ""
         within = f"within {as_task.slo_target_ms:g} ms on {n_gpus} x {hardware}"
@@ -203,20 +215,20 @@ def shadow(
         autoscaling=scaling,
         gpu_hour=None if prices is None else prices.gpu_hour(hardware),
         currency="" if prices is None else prices.currency,
-        refused=refused(tokens, tables, largest_pool),
+        refused=refused(tokens, tables, largest_pool(tables)),
         short=short,
     )
 
 
-def _fewest_replicas(task: TaskSpec, tables: ServingTables, least: int, too_long: float, drafts: bool) -> int | None:
-    """Fewest replicas, from ``least``, on which a constant serves :data:`SERVED` of what is not refused in time.
+def _fewest_replicas(task: TaskSpec, tables: ServingTables, least: int, drafts: bool) -> int | None:
+    """Fewest replicas, from ``least``, on which a constant serves :data:`SERVED` of the requests in time.
 
     Told by the fluid model, as it screens settings. None if one more replica no longer helps, or at :data:`MAX_GPUS`.
     """
     before, settings = math.inf, grid(False, range(tables.n_tiers), drafts)
     for units in range(least, MAX_GPUS // tables.cards_per_replica + 1):
         missed = float(screen(on_replicas(task, units), tables, settings).missed.min())
-        if missed <= too_long + 1 - SERVED:
+        if missed <= 1 - SERVED:
             return units
         if missed > before - LEAST_GAIN:
             return None
@@ -234,8 +246,9 @@ def _check_gpus(n_gpus: int, fixed: ServeAction, cards_per_replica: int) -> None
 class Field:
     """A log and a number of GPUs, on which policies are played."""
 
-    def __init__(self, task: TaskSpec, tables: ServingTables, n_gpus: int, drafts: bool) -> None:
-        self._tables, self._drafts = tables, drafts
+    def __init__(self, task: TaskSpec, tables: ServingTables, n_gpus: int, drafts: bool, fit: RequestLog) -> None:
+        """``fit`` are the requests of the log that are short enough to be served."""
+        self._tables, self._drafts, self._fit = tables, drafts, fit
         units = n_gpus // tables.cards_per_replica
         self._together = _without(on_replicas(task, units), "prefill_disagg")
         self._apart = on_replicas(task, units // 2) if units % 2 == 0 else None
@@ -259,7 +272,7 @@ class Field:
         for task, apart in ((self._together, False), (self._apart, True)):
             if task is not None:
                 settings = grid(apart, range(self._tables.n_tiers), self._drafts)
-                shares = screen(task, self._tables, settings).missed
+                shares = screen(replace(task, log=self._fit), self._tables, settings).missed
                 found += zip(shares.tolist(), settings, strict=True)
         finalists = [action for _, action in sorted(found, key=lambda f: f[0])[:FINALISTS]]
         runs = [(self.constant(CONSTANT, action), action) for action in finalists]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 
 from cli.main import main
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ServeAction
 from inferencegym.tasks import table_index
 from ops.capacity import too_few
@@ -197,6 +198,37 @@ def test_requests_that_no_engine_takes_count_as_refused() -> None:
     assert line.startswith(f"{A100[0]}: {too_long} of {len(prompts):,} requests")
     assert "count as refused: they are longer than the model's context, 131,072 tokens" in line
     assert not found.plans
+
+
+def test_fleets_are_sized_to_the_requests_that_fit_and_nothing_is_planned_where_nearly_none_does() -> None:
+    requests, tables = flood(20), registered_tables(["b200-qwen3-32b"])
+
+    def with_long(share: float) -> RequestLog:
+        prompts = requests.prompt_tokens.copy()
+        prompts[: math.ceil(share * len(prompts))] = 100_000
+        return replace(requests, prompt_tokens=prompts)
+
+    half = make_plan(with_long(0.5), OBJECTIVES, tables, policies=())
+    assert not half.plans
+    # Prompts of 100,000 tokens would take a fleet; engines refuse them, and what is left fits a few GPUs.
+    assert max(plan.n_gpus for plan in half.tried) <= 8
+    told = "longer than the model's context, 40,960 tokens; the longest needs 100,.*llama-3.1-8b"
+    for refuse in (
+        lambda log: make_plan(log, OBJECTIVES, tables),
+        lambda log: shadow(log, [], tables=tables["b200-qwen3-32b"]),
+    ):
+        with pytest.raises(DataFormatError, match=told):
+            refuse(with_long(0.95))
+
+
+def test_a_log_that_fits_no_pool_names_the_tables_with_a_larger_one() -> None:
+    requests, table = flood(20), registered_tables(["h100-qwen3-32b"])["h100-qwen3-32b"]
+    long = replace(requests, prompt_tokens=np.full_like(requests.prompt_tokens, 35_000.0))
+    # In BF16 one H100 holds 30,864 tokens; in FP8, and on two, it is several times as many.
+    with pytest.raises(
+        DataFormatError, match=r"longer than the KV pool, .*larger pool \(h100-qwen3-32b, h100-qwen3-32b-tp2, "
+    ):
+        make_plan(long, OBJECTIVES, {"mine": replace(table)}, precisions=["BF16"])
 
 
 def test_requests_longer_than_the_models_context_count_as_refused_and_are_told_first(
