@@ -21,8 +21,10 @@ TESTS ?= tests
 BASE ?= HEAD
 QUICK := not slow and not soak and not engine
 SLOW := slow and not soak and not engine
-# Three processes keep two cores busy: many tests wait for servers. Who has no tests left takes half of another's.
+# Three processes keep two cores busy: many tests wait for servers. Of the quick tests, who has none left takes half of
+# another's; slow ones stay with those of their file, which share wheels and environments.
 SPREAD := -n 3 --dist worksteal
+SPREAD_SLOW := -n 3 --dist loadfile
 
 # Modules are compiled once: where this is set, each start of the server would compile many of them anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -117,7 +119,7 @@ bench: $(STAMPS)/dev $(STAMPS)/package
 test: test-servers $(STAMPS)/rl $(STAMPS)/package
 	@quick=0; $(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' $(SPREAD) || quick=$$?; \
 	[ $$quick = 0 ] || [ $$quick = 5 ] || exit $$quick; \
-	slow=0; $(PYTHON) -m pytest $(TESTS) -m '$(SLOW)' $(SPREAD) || slow=$$?; \
+	slow=0; $(PYTHON) -m pytest $(TESTS) -m '$(SLOW)' $(SPREAD_SLOW) || slow=$$?; \
 	[ $$slow != 5 ] || exit $$quick; exit $$slow
 	@scripts/install_test_servers.sh --check
 
