@@ -28,6 +28,7 @@ from benchmarks.fidelity.open_suite import (
     submission_files,
     summary,
 )
+from benchmarks.report import RESULTS
 from ops.fidelity import FIGURES_PATH, RUNS_PATH
 from ops.margins import ratio
 from simulator.events.requests import Outcome
@@ -49,7 +50,7 @@ def test_every_run_is_played_and_has_a_split(played: list[Run]) -> None:
 
 
 def test_the_written_results_are_those_of_the_runs(played: list[Run]) -> None:
-    written = (open_suite.RESULTS / "open_fidelity.md").read_text(encoding="utf-8")
+    written = (RESULTS / "open_fidelity.md").read_text(encoding="utf-8")
     assert written == markdown(summary(played))
     assert tuple(path.read_text(encoding="utf-8") for path in (RUNS_PATH, FIGURES_PATH)) == submission_files(played)
 
