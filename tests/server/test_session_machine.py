@@ -6,6 +6,7 @@ notice. Whatever the history, every answer equals the reference's.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -33,9 +34,15 @@ def _server() -> Iterator[None]:
     # Histories abandon thousands of episodes, all from one address.
     most = {"live_sessions": LIVE, "max_sessions_per_client": 100_000}
     app = create_app(Settings(store_url="memory://", access_log="off", **most))
-    with TestClient(app) as client:
-        Sessions.client, Sessions.sessions = client, app.state.context.sessions
-        yield
+    # CPython 3.11 fails to parse a source ("recursion depth mismatch") if another thread parses one meanwhile, which a
+    # collection in the middle of it allows. Hypothesis parses this file while the server starts.
+    gc.disable()
+    try:
+        with TestClient(app) as client:
+            Sessions.client, Sessions.sessions = client, app.state.context.sessions
+            yield
+    finally:
+        gc.enable()
 
 
 actions = st.fixed_dictionaries(
