@@ -80,6 +80,16 @@ def test_a_plan_earns_in_the_environment_what_it_says(task: TrafficTask) -> None
         assert (outcome.final_score[0], outcome.cumulative_reward[0]) == (plan.final_score, plan.cumulative_reward)
 
 
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.task_id)
+def test_no_agent_beats_the_planner(task: TrafficTask) -> None:
+    best_score = plan_traffic(task).final_score
+    best_reward = plan_traffic(task, objective="return").cumulative_reward
+    for make in TRAFFIC_AGENTS.values():
+        outcome = evaluate_traffic(make(), task, seeds=range(30))
+        assert outcome.final_score.max() <= best_score
+        assert outcome.cumulative_reward.max() <= best_reward
+
+
 def test_the_planner_crashes_on_purpose_where_survival_costs_more_than_it_earns() -> None:
     # Five steps at 4.4 times the capacity are ahead even for the strictest action: surviving them halves the score.
     # At step 11 a crash at 4.6 times the capacity is on offer; ten of sixteen steps at a low latency are worth more.
