@@ -192,12 +192,13 @@ def largest_pool(tables: ServingTables, tiers: Sequence[int] | None = None) -> i
 def impossible(log: RequestLog, tables: ServingTables, tiers: Sequence[int] | None = None) -> str:
     """Why nothing can be planned on a log, and what would do: nearly no request fits; empty if enough do."""
     lengths = log.prompt_tokens + log.output_tokens
-    most, bound = longest_request(tables, largest_pool(tables, tiers))
+    pool_tokens = largest_pool(tables, tiers)
+    most, bound = longest_request(tables, pool_tokens)
     if (lengths <= most).mean() >= LEAST_FITTING:
         return ""
     needed = int(lengths.max())
     told = (
-        f"{refused(lengths, tables, largest_pool(tables, tiers))}; the longest needs {needed:,}. No number of GPUs "
+        f"{refused(lengths, tables, pool_tokens)}; the longest needs {needed:,}. No number of GPUs "
         "changes that, so nothing is planned"
     )
     if bound == "the KV pool" and (catalogue.context_tokens(str(tables.meta["model"])) or math.inf) >= needed:

@@ -171,13 +171,14 @@ def shadow(
     fit = fitting(log, tables)
     # Fleets are sized, and settings screened, without requests that an engine refuses at once.
     screened = as_task if fit is log else replace(as_task, log=fit)
-    tokens = log.prompt_tokens + log.output_tokens
-    too_long = float((tokens > longest_request(tables, largest_pool(tables))[0]).mean())
+    tokens, pool_tokens = log.prompt_tokens + log.output_tokens, largest_pool(tables)
+    too_long = float((tokens > longest_request(tables, pool_tokens)[0]).mean())
     more_help = True
     if n_gpus is None:
         units = as_task.fleet.n_replicas
         if task is None:
-            units = fleet_for(screened, tables)
+            if screened is not as_task:
+                units = fleet_for(screened, tables)
             found = _fewest_replicas(screened, tables, units, drafts)
             units, more_help = found or units, found is not None
         n_gpus = units * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
@@ -215,7 +216,7 @@ def shadow(
         autoscaling=scaling,
         gpu_hour=None if prices is None else prices.gpu_hour(hardware),
         currency="" if prices is None else prices.currency,
-        refused=refused(tokens, tables, largest_pool(tables)),
+        refused=refused(tokens, tables, pool_tokens),
         short=short,
     )
 

@@ -79,7 +79,7 @@ class SimulatedLoad:
 
     def __init__(self, fleet: Fleet, requests: Sequence[EngineRequest], seed: int, clients: int | None = None) -> None:
         self.timings = [RequestTiming(request) for request in requests]
-        self._drafts = len(fleet.acceptance) > 0
+        self._drafts, self._closed = len(fleet.acceptance) > 0, clients is not None
         columns = np.array(
             [[r.prompt_tokens, r.output_tokens, r.class_index] for r in requests], dtype=np.int64
         ).reshape(len(requests), 3)
@@ -104,9 +104,9 @@ class SimulatedLoad:
         written = dict(zip(replica.request[: replica.n].tolist(), replica.tokens[: replica.n].tolist(), strict=True))
         for i, timing in enumerate(self.timings):
             if timing.ended_s is None and simulation.arrival_ms[i] < 1e3 * to_s:  # NaN before it is sent
-                if timing.sent_s is None:
-                    timing.sent_s = float(simulation.arrival_ms[i]) / 1e3
-                    timing.request = replace(timing.request, arrival_s=timing.sent_s)
+                if self._closed and timing.sent_s is None:  # its client has just sent it
+                    timing.request = replace(timing.request, arrival_s=float(simulation.arrival_ms[i]) / 1e3)
+                timing.sent_s = timing.request.arrival_s
                 self._update(i, timing, written.get(i, 0) - timing.request.prompt_tokens, to_s)
 
     def _update(self, i: int, timing: RequestTiming, written: int, now_s: float) -> None:
