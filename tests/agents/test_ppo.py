@@ -45,7 +45,7 @@ from agents.ppo_demo import (
 from agents.ppo_demo import main as demonstration
 from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
 from benchmarks import report
-from benchmarks.learning import curves, plain_ppo
+from benchmarks.learning import curves, plain_learners
 from cli.main import main
 from env.batch import ServingBatch
 from env.gym import InferenceGymEnv
@@ -108,21 +108,21 @@ def test_a_training_report_that_stops_keeps_the_stored_runs_and_those_it_has_don
 def test_ppo_without_tuning_keeps_the_run_so_far_and_does_not_repeat_a_complete_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain_ppo, "NAME", str(tmp_path / "runs"))
+    monkeypatch.setattr(plain_learners, "NAME", str(tmp_path / "runs"))
     (tmp_path / "runs.json").write_text("{}", encoding="utf-8")
-    monkeypatch.setattr(plain_ppo, "N_SCORES", 2)
+    monkeypatch.setattr(plain_learners, "N_SCORES", 2)
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # restored after the test
-    monkeypatch.setattr(sys, "argv", ["plain_ppo", "--task", "1", "--steps", "2000"])
+    monkeypatch.setattr(sys, "argv", ["plain_learners", "--task", "1", "--steps", "2000"])
     so_far: list[int] = []
 
     def keep_run(*run: Any) -> None:
         kept(*run)
         so_far.append(report.stored(str(tmp_path / "runs"))["1"]["runs"][0]["steps"])
 
-    kept = plain_ppo.keep_run
-    monkeypatch.setattr(plain_ppo, "keep_run", keep_run)
-    plain_ppo.main()
-    plain_ppo.main()  # nothing is left to do
+    kept = plain_learners.keep_run
+    monkeypatch.setattr(plain_learners, "keep_run", keep_run)
+    plain_learners.main()
+    plain_learners.main()  # nothing is left to do
     assert so_far == [1000, 2000, 2048]
     [run] = report.stored(str(tmp_path / "runs"))["1"]["runs"]
     assert [step for step, _ in run["curve"]] == so_far
@@ -147,7 +147,7 @@ def test_cleanrls_program_is_run_with_its_options_and_its_agent_is_scored(
     runs: list[dict[str, Any]] = []
     env_id = "InferenceGym/AutoscaledChat-v2"
     before = list(sys.argv), Path.cwd()
-    plain_ppo.run_cleanrl(program, ["--num-steps", "9"], env_id, 4, 3, 1000, runs.append)
+    plain_learners.run_cleanrl(program, ["--num-steps", "9"], env_id, 4, 3, 1000, runs.append)
     assert (list(sys.argv), Path.cwd()) == before
     assert not Path("events").exists()
     assert (tmp_path / "argv").read_text(encoding="utf-8") == (
@@ -157,7 +157,7 @@ def test_cleanrls_program_is_run_with_its_options_and_its_agent_is_scored(
     assert runs[0]["scores"] == three.tolist()
     assert runs[0]["curve"] == [(7, pytest.approx(three.mean()))]
     with pytest.raises(InvalidConfigError, match="sha256 d8dfbb7a"):
-        plain_ppo.checked(program)
+        plain_learners.checked(program)
 
 
 def test_the_adapter_tells_the_grade_of_every_ended_episode() -> None:

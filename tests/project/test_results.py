@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.learning import curves, plain_ppo
+from benchmarks.learning import curves, plain_learners
 from benchmarks.report import RESULTS, stored
 from benchmarks.speed import neighbours
 
@@ -50,7 +50,7 @@ def test_published_tables_of_other_signatures_are_what_the_stored_results_say() 
     texts = {
         "learning": curves.report(stored("learning")["tasks"]),
         "neighbours": neighbours.markdown(stored("neighbours"))[0],
-        "plain_ppo": plain_ppo.report(stored("plain_ppo")),
+        "plain_learners": plain_learners.report(stored("plain_learners")),
         "policy_fidelity": markdown_of("fidelity.policies", stored("policy_fidelity")["tasks"]),
     }
     assert texts == {name: (RESULTS / f"{name}.md").read_text(encoding="utf-8") for name in texts}

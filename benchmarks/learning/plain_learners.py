@@ -1,16 +1,16 @@
-"""PPO of other people's libraries, without tuning, on the Gymnasium ids that end in ``-v2``.
+"""Learners of other people's libraries, without tuning, on the Gymnasium ids that end in ``-v2``.
 
-    python -m benchmarks.learning.plain_ppo                        task 3, a training seed, a million steps
-    python -m benchmarks.learning.plain_ppo --task 2 --seeds 5     those of five training seeds that are not stored
-    ... --library sbx                                              SBX instead of Stable-Baselines3
-    ... --library cleanrl --cleanrl ppo.py --task autoscale --envs 4    CleanRL's file, see CLEANRL
+    python -m benchmarks.learning.plain_learners                   PPO, task 3, a training seed, a million steps
+    python -m benchmarks.learning.plain_learners --task 2 --seeds 5     those of five training seeds that are not stored
+    ... --learner trpo                                             another of LEARNERS
+    ... --learner cleanrl --cleanrl ppo.py --task autoscale --envs 4    CleanRL's file, see CLEANRL
 
-Trains ``PPO("MlpPolicy", env)`` in one thread, on one environment or ``--envs`` (rows of a native batch, which steps
-faster than what ``gymnasium.make`` gives). With n of them PPO updates once in n times as many steps. Each run is
-scored on the held-out seeds (the policy's most likely actions) forty times as it trains, which chooses nothing: its
-score is that of the last policy. CleanRL's program makes its own environments (four by default), and is scored when it
-has ended. Results so far go to ``benchmarks/results/plain_ppo.json`` and ``.md`` each time. A run that is stored with
-as many steps is not trained again.
+Trains ``PPO("MlpPolicy", env)`` or another learner in one thread, on one environment or ``--envs`` (rows of a native
+batch, which steps faster than what ``gymnasium.make`` gives). With n of them PPO updates once in n times as many steps.
+Each run is scored on the held-out seeds (the policy's most likely actions) forty times as it trains, which chooses
+nothing: its score is that of the last policy. CleanRL's program makes its own environments (four by default), and is
+scored when it has ended. Results so far go to ``benchmarks/results/plain_learners.json`` and ``.md`` each time. A run
+that is stored with as many steps is not trained again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import os
 import runpy
 import shlex
@@ -28,14 +29,13 @@ from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
-from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 import inferencegym.gym  # noqa: F401 - registers the environments
@@ -49,13 +49,31 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import get_task
 from inferencegym.vector_env import registered_id
 
-NAME: Final = "plain_ppo"
+NAME: Final = "plain_learners"
 """Name of the results."""
 N_SCORES: Final = 40
 RIVALS: Final = ("heuristic", "best_static", "best_adaptive")
 SCALERS: Final = ("hpa", "planner")
 """Further rivals on tasks that scale."""
-LIBRARIES: Final = {"sb3": "Stable-Baselines3", "sbx": "SBX", "cleanrl": "CleanRL"}
+
+
+class Learner(NamedTuple):
+    """A learner's name in the tables, and its class and policy (none: CleanRL's program)."""
+
+    label: str
+    made_by: str = ""
+    policy: str = "MlpPolicy"
+
+
+LEARNERS: Final = {
+    "ppo": Learner("PPO, Stable-Baselines3", "stable_baselines3.PPO"),
+    "dqn": Learner("DQN, Stable-Baselines3", "stable_baselines3.DQN"),
+    "trpo": Learner("TRPO, SB3-Contrib", "sb3_contrib.TRPO"),
+    "recurrent": Learner("recurrent PPO, SB3-Contrib", "sb3_contrib.RecurrentPPO", "MlpLstmPolicy"),
+    "sbx": Learner("PPO, SBX", "sbx.PPO"),
+    "cleanrl": Learner("PPO, CleanRL"),
+}
+"""SB3-Contrib and SBX are installed apart (docs/ppo.md). DQN takes ``Discrete`` actions only."""
 CLEANRL: Final = "cleanrl/ppo.py of https://github.com/vwxyzjn/cleanrl, commit e421c2e50b81febf639fced51a69e2602593d50d"
 """CleanRL's program. It needs ``tyro``, ``torch`` and ``tensorboard``."""
 CLEANRL_SHA256: Final = "d8dfbb7ac0b21e747b77d6e6673e566db4d6cdacc83bcebcd19cf87ad0e459ae"
@@ -85,8 +103,14 @@ class Scores(BaseCallback):
         self._score()
 
     def _score(self) -> None:
+        memory: Any = None  # of a recurrent policy
+        first = np.ones(len(HELD_OUT_SEEDS), dtype=bool)
+
         def decide(seen: NDArray[np.float32]) -> NDArray[Any]:
-            return np.asarray(self.model.predict(seen, deterministic=True)[0])
+            nonlocal memory
+            actions, memory = self.model.predict(seen, memory, first, deterministic=True)
+            first[:] = False
+            return np.asarray(actions)
 
         scores = gym_scores(self._env_id, decide, **self._settings)
         self._curve.append((self.num_timesteps, float(scores.mean())))
@@ -106,15 +130,12 @@ def run_of(steps: int, wall_s: float, scores: FloatArray, curve: list[tuple[int,
     }
 
 
-def train(library: str, env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **settings: Any) -> None:
-    """Train PPO of Stable-Baselines3 or SBX once; ``keep`` gets the run :data:`N_SCORES` times and at the end."""
+def train(learner: Learner, env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **settings: Any) -> None:
+    """Train once; ``keep`` gets the run :data:`N_SCORES` times and at the end."""
     envs: Any = gymnasium.make_vec(env_id, num_envs=n_envs, autoreset_mode=AutoresetMode.SAME_STEP, **settings)
-    if library == "sbx":
-        from sbx import PPO as JaxPPO  # another environment has it
-
-        model = JaxPPO("MlpPolicy", SB3VecEnv(envs), seed=seed)
-    else:
-        model = PPO("MlpPolicy", SB3VecEnv(envs), seed=seed, device="cpu")
+    module, _, name = learner.made_by.rpartition(".")
+    device = {} if module == "sbx" else {"device": "cpu"}
+    model = getattr(importlib.import_module(module), name)(learner.policy, SB3VecEnv(envs), seed=seed, **device)
     model.learn(steps, callback=Scores(env_id, steps // N_SCORES, keep, **settings))
 
 
@@ -183,28 +204,28 @@ def keep_run(task_id: str, of: dict[str, Any], found: dict[str, Any]) -> None:
     store(NAME, results, report(results))
 
 
-def learner(run: dict[str, Any]) -> tuple[str, str, int]:
-    """Library, settings that are not its own defaults or the id's, and number of environments."""
-    return run["library"], run["settings"], run["n_envs"]
+def learner_of(run: dict[str, Any]) -> tuple[str, str, int]:
+    """Learner, settings that are not its own defaults or the id's, and number of environments."""
+    return run["learner"], run["settings"], run["n_envs"]
 
 
 def key(run: dict[str, Any]) -> tuple[str, str, int, int]:
     """Learner and training seed, which identify a run of a task."""
-    return *learner(run), run["seed"]
+    return *learner_of(run), run["seed"]
 
 
 def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
     names = (*RIVALS, *SCALERS)
     lines = [
-        "`python -m benchmarks.learning.plain_ppo`: scores on 30 held-out seeds with 95% intervals. Differences are",
-        "those of the mean of the runs, paired by held-out seed. The best timetable observes nothing.",
+        "`python -m benchmarks.learning.plain_learners`: scores on 30 held-out seeds with 95% intervals. Differences",
+        "are those of the mean of the runs, paired by held-out seed. The best timetable observes nothing.",
         "",
     ]
     learners = []
     blind = timetables()
     for task_id, result in results.items():
-        for of, group in groupby(result["runs"], key=learner):
+        for of, group in groupby(result["runs"], key=learner_of):
             runs = list(group)
             scores = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
             means, mean_of_runs = scores.mean(axis=1), scores.mean(axis=0)
@@ -225,7 +246,7 @@ def report(results: dict[str, Any]) -> str:
             at, highest = max(run["curve"], key=lambda point: float(point[1]))
             on_the_way = f"{highest:.3f} after {at:,}" if len(run["curve"]) > 1 else "-"
             score = bracketed(run["score"]).split(" ", 1)
-            settings = (task_id, label(learner(run)), run["n_envs"], run["seed"], f"{run['steps']:,}")
+            settings = (task_id, label(learner_of(run)), run["n_envs"], run["seed"], f"{run['steps']:,}")
             rows.append((*settings, *score, on_the_way, f"{run['wall_s']:.0f}"))
     heads = ("task", "learner", "environments", "training seed", "steps", "score", "95% interval")
     return "\n".join([*lines, "", *table((*heads, "highest on the way", "seconds"), rows)]) + "\n"
@@ -233,14 +254,14 @@ def report(results: dict[str, Any]) -> str:
 
 def label(of: tuple[str, str, int]) -> str:
     """A learner's name in the tables."""
-    library, settings, _ = of
-    return LIBRARIES[library] + (f", `{settings}`" if settings else "")
+    name, settings, _ = of
+    return LEARNERS[name].label + (f", `{settings}`" if settings else "")
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--library", choices=LIBRARIES, default="sb3", help="whose PPO (default: sb3)")
+    parser.add_argument("--learner", choices=LEARNERS, default="ppo", help="who learns (default: ppo)")
     parser.add_argument("--cleanrl", type=Path, metavar="PATH", help="where CleanRL's ppo.py is")
     parser.add_argument("--task", action="append", help="task id, repeatable (default: 3)")
     parser.add_argument("--action", default="", help="format of the actions (default: that of the id)")
@@ -249,14 +270,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="training seeds per task, from 0 (default 1)")
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps of a run (default 1000000)")
     args = parser.parse_args()
-    if args.library == "cleanrl":
+    if args.learner == "cleanrl":
         if args.action:
             parser.error("CleanRL's program takes the actions of the id")
         learn: Callable[..., None] = partial(run_cleanrl, checked(args.cleanrl), shlex.split(args.options))
     else:
         if args.options:
             parser.error("--options are CleanRL's")
-        learn = partial(train, args.library, **({"action": args.action} if args.action else {}))
+        learn = partial(train, LEARNERS[args.learner], **({"action": args.action} if args.action else {}))
     torch.set_num_threads(1)
     # Checks of every distribution's arguments: a large part of the time, and without influence on the numbers.
     torch.distributions.Distribution.set_default_validate_args(False)
@@ -264,9 +285,9 @@ def main() -> None:
         env_id = registered_id(get_task(task_id).gym_id, version=2)
         done = {key(run): run["steps"] for run in stored(NAME).get(task_id, {"runs": []})["runs"]}
         for seed in range(args.seeds):
-            run = {"library": args.library, "settings": args.options or args.action, "n_envs": args.envs, "seed": seed}
+            run = {"learner": args.learner, "settings": args.options or args.action, "n_envs": args.envs, "seed": seed}
             # CleanRL stops before an update that would exceed the steps.
-            if done.get(key(run), 0) < args.steps * (0.95 if args.library == "cleanrl" else 1.0):
+            if done.get(key(run), 0) < args.steps * (0.95 if args.learner == "cleanrl" else 1.0):
                 learn(env_id, args.envs, seed, args.steps, partial(keep_run, task_id, run))
     print(report(stored(NAME)))
 
