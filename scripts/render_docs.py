@@ -505,9 +505,10 @@ def written(name: str) -> Callable[[], str]:
 
 BENCHMARKS = (
     "autoscalers", "card_split", "ceilings", "engine_fidelity", "fidelity", "grpo", "hardware_fidelity",
-    "integrations", "learning", "live_drafts", "live_drafts_gpu", "live_first_come", "live_policies",
-    "live_real_text", "neighbours", "open_fidelity", "performance", "plain_learners", "planned_engine",
-    "policy_fidelity", "ray", "rollouts", "rollouts_fidelity", "rollouts_policies", "routers", "transfer",
+    "integrations", "learning", "live_drafts", "live_drafts_clients", "live_drafts_gpu", "live_first_come",
+    "live_policies", "live_real_text", "neighbours", "open_fidelity", "performance", "plain_learners",
+    "planned_engine", "policy_fidelity", "ray", "rollouts", "rollouts_fidelity", "rollouts_policies", "routers",
+    "transfer",
 )  # fmt: skip
 """Result files that a block of the same name shows, with dashes."""
 

@@ -754,7 +754,8 @@ def contestants(tables: ServingTables, policy: Path, acceptance: float) -> dict[
 def compare(options: argparse.Namespace, folder: Path, scratch: Path) -> None:
     """Play everything that was prepared on the engine."""
     tables = load_tables(folder / TABLE_FILE)
-    result: dict[str, Any] = {**json.loads((folder / CHOSEN_FILE).read_text(encoding="utf-8")), "runs": []}
+    chosen = json.loads((folder / CHOSEN_FILE).read_text(encoding="utf-8"))
+    result: dict[str, Any] = {"place": options.place, **chosen, "runs": []}
     acceptance = result["table_acceptance"]
     players = contestants(tables, folder / POLICY_FILE, acceptance)
     cells = [(workload, name) for workload in HERE.workloads for name in players]
@@ -865,6 +866,7 @@ def play(engine: Engine, stages: Sequence[Stage], seed: int, player: Contestant,
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The document's part: each policy compared with the fastest constant, paired by the traffic."""
+    place = PLACES[result["place"]]
     repeats = len({run["seed"] for run in result["runs"]})
     yards = [run["yard_ms"] for run in result["runs"]]
     digits = 1 if min(yards) >= 20.0 else 2
@@ -883,7 +885,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         if not found:
             continue
         best = min(playing_constants(found), key=lambda name: mean_ms(found[name]))
-        rates = ", ".join(f"{stage.acceptance:g}" for stage in HERE.workloads[workload])
+        rates = ", ".join(f"{stage.acceptance:g}" for stage in place.workloads[workload])
         lines += ["", f"*{heading}: acceptance {rates}*:", ""]
         rows = []
         for name in sorted(found, key=lambda name: mean_ms(found[name])):

@@ -29,6 +29,8 @@ def markdown_of(module: str, result: Any) -> Any:
         ("learning.integrations", "integrations"),
         ("learning.transfer", "transfer"),
         ("live.drafts", "live_drafts"),
+        ("live.drafts", "live_drafts_clients"),
+        ("live.drafts", "live_drafts_gpu"),
         ("live.policies", "live_policies"),
         ("live.real_text", "live_real_text"),
         ("live.rollouts_engine", "rollouts_engine"),
