@@ -123,14 +123,20 @@ def run(args: argparse.Namespace) -> int:
     from agents.search.solver import QUICK, Budget
     from cli.figures import progress_line
     from inferencegym.files import make_folder
-    from ops.capacity import log_summary
+    from ops.capacity import largest_pool, log_summary, refused
     from ops.trace_task import check_id, write_trace_task
+    from simulator.hardware.tables import tables_of
 
     check_id(args.id)  # before the calibration, which may take minutes
     imported = read_log(args.file, args)
     make_folder(args.out)
+    tables, log = tables_of(args.hardware), imported.log
+    lengths, outcome = log.prompt_tokens + log.output_tokens, "would be refused by an engine, but the task serves them"
+    too_long = refused(lengths, tables, largest_pool(tables), outcome)
     if not args.json:
         print_log(args.file, imported)
+        if too_long:
+            print(f"  {too_long}")
     budget = {"quick": QUICK, "full": Budget(), "no": None}[args.calibrate]
     with progress_line("calibrating") as progress:
         written = write_trace_task(
@@ -144,8 +150,8 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.json:
-        summary = {**imported.describe(), **log_summary(imported.log)}
-        print(json.dumps({"log": summary, **written.to_dict()}))
+        summary = {**imported.describe(), **log_summary(log)}
+        print(json.dumps({"log": summary, "too_long": too_long, **written.to_dict()}))
         return 0
     _print(written)
     return 0

@@ -155,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from ops.report import plain
 
+    if served.refused:
+        print(served.refused)
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:{width}}  {plain(value)}")

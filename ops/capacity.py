@@ -212,13 +212,15 @@ def impossible(log: RequestLog, tables: ServingTables, tiers: Sequence[int] | No
     )
 
 
-def refused(request_tokens: FloatArray, tables: ServingTables, pool_tokens: int) -> str:
+def refused(
+    request_tokens: FloatArray, tables: ServingTables, pool_tokens: int, outcome: str = "count as refused"
+) -> str:
     """How many requests, by their lengths (tokens), are too long to be served at all; empty if none is."""
     most, bound = longest_request(tables, pool_tokens)
     n, of = int((request_tokens > most).sum()), len(request_tokens)
     if not n:
         return ""
-    return f"{n:,} of {of:,} requests ({n / of:.1%}) count as refused: they are longer than {bound}, {most:,} tokens"
+    return f"{n:,} of {of:,} requests ({n / of:.1%}) {outcome}: they are longer than {bound}, {most:,} tokens"
 
 
 # ---------------------------------------------------------------- hundreds of constant settings at once

@@ -13,7 +13,7 @@ from env.dynamics import memory_gb
 from inferencegym.errors import InvalidActionError, InvalidConfigError
 from inferencegym.models import NAIVE_ACTION, ROUTERS, Router, ServeAction
 from inferencegym.spaces.actions import to_row
-from ops.capacity import gap_statistics, levels_of, most_running
+from ops.capacity import gap_statistics, levels_of, most_running, refused
 from simulator.events.episode import Knobs, ReferenceEpisode
 from simulator.hardware import catalogue
 from simulator.hardware.tables import FloatArray, ServingTables
@@ -44,9 +44,9 @@ class PlayedLoad:
 
     Where the action prefills on separate GPUs, all replicas share ``prefill_replicas``; without it, each has one. With
     ``clients`` N > 0, arrivals are ignored: N clients start at once, and each sends the next request when its last one
-    is answered. Requests that no engine takes, because of its context or KV pool, are refused. The batch size may be
-    as large as a plan's (:func:`ops.capacity.most_running`). Raises
-    :class:`InvalidConfigError` if the load is not served within :data:`MAX_DRAIN_S` after its last arrival.
+    is answered. Requests that no engine takes, because of its context or KV pool, are refused; ``refused`` says how
+    many, and is empty if none is. The batch size may be as large as a plan's (:func:`ops.capacity.most_running`).
+    Raises :class:`InvalidConfigError` if the load is not served within :data:`MAX_DRAIN_S` after its last arrival.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class PlayedLoad:
         self._params = params = unchanging_fleet(source, tables, n_replicas)
         tier, drafts = action.quant_tier.value, action.spec_length > 0
         self._memory_gb = memory_gb(params, action.kv_budget, drafts, action.batch_size, tier)
+        self._pool_tokens = tables.kv_pool_tokens(tier, action.kv_budget, drafts)
+        self.refused = refused(requests.prompt_tokens + requests.output_tokens, tables, self._pool_tokens)
         knobs = Knobs(action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, tier, n_replicas)
         apart = (prefill_replicas or n_replicas) if action.prefill_disagg else 0
         self._cards = tables.cards_per_replica * (n_replicas + apart)
@@ -113,8 +115,6 @@ class PlayedLoad:
         """Statistics of the load."""
         params, outcome, action = self._params, self.outcome, self._action
         totals, makespan_s = self._totals, outcome.makespan_s()
-        drafts, tier = action.spec_length > 0, action.quant_tier.value
-        pool_tokens = params.tables.kv_pool_tokens(tier, action.kv_budget, drafts)
         busy = self._decoding[self._decoding[:, 0] > 0.0]
         busy = busy if len(busy) else self._decoding
         actions = np.tile(to_row(action), (len(busy), 1))
@@ -126,7 +126,7 @@ class PlayedLoad:
             **request_statistics("tpot", outcome.tpot_ms()),
             output_tokens_per_s=totals["tokens_per_sec"] / max(makespan_s, 1e-9),
             makespan_s=makespan_s,
-            peak_kv_occupancy=outcome.peak_kv_tokens / max(1, pool_tokens),
+            peak_kv_occupancy=outcome.peak_kv_tokens / max(1, self._pool_tokens),
             preemptions=float(totals["eviction_events"]),
             gpu_memory_gb=min(self._memory_gb, params.constants["memory_limit_gb"]),
             oom=self._oom,

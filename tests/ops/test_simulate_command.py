@@ -225,6 +225,25 @@ def test_a_router_plays_every_request_and_keeps_sessions_together(tmp_path: Path
     assert sum(report["support"].values()) == pytest.approx(1.0)
 
 
+def test_requests_that_no_engine_takes_are_counted_before_the_figures(tmp_path: Path, capsys: Capture) -> None:
+    log = tmp_path / "log.csv"
+    prompts = [45_000, 400, 400, 400] * 3
+    rows = "".join(f"{i}.5,{prompt},50\n" for i, prompt in enumerate(prompts))
+    log.write_text(f"time,prompt_tokens,output_tokens\n{rows}")
+    # The pool of a B200 holds them; the model's context does not.
+    hardware = ["--hardware", "b200-qwen3-32b"]
+    printed = said(capsys, "--trace", str(log), *hardware).splitlines()
+    why = "they are longer than the model's context, 40,960 tokens"
+    at = printed.index(f"3 of 12 requests (25.0%) count as refused: {why}")
+    assert printed[at + 1].split() == ["n_requests", "12"]
+    assert ["rejected", "3"] in [line.split() for line in printed]
+    # The dynamics of a task serve any length, so the task is not what an engine would do.
+    asked = ["import-trace", str(log), "--id", "long-prompts", "--out", str(tmp_path), "--calibrate", "no", *hardware]
+    assert main(asked) == 0
+    served = "would be refused by an engine, but the task serves them"
+    assert f"  3 of 12 requests (25.0%) {served}: {why}" in capsys.readouterr().out.splitlines()
+
+
 def test_prefix_affinity_is_refused_for_a_log_without_sessions_or_blocks(tmp_path: Path, capsys: Capture) -> None:
     log = tmp_path / "log.csv"
     log.write_text(SESSIONS.replace("session_id", "note"))
