@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from agents.protocol import FloatArray
 from agents.registry import make_agent
+from agents.search.solver import Progress, silent
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import QuantTier, Router, ServeAction
 from inferencegym.tasks import TaskSpec
@@ -74,16 +75,6 @@ LEAST_GAIN: Final = 0.01
 ADAPTIVE: Final = ("heuristic", "hill_climb")
 """Policies that need only the observation; they are compared with the plan's constant setting."""
 GROWTH: Final = (1.5, 2.0)
-
-
-class Progress(Protocol):
-    """Callback for progress: the current task in words, and the share of all work that is done."""
-
-    def __call__(self, what: str, share: float) -> None: ...
-
-
-def silent(what: str, share: float) -> None:
-    """Report no progress."""
 
 
 def registered_tables(hardware: Sequence[str] | None = None, model: str | None = None) -> dict[str, ServingTables]:

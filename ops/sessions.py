@@ -112,12 +112,7 @@ def _tool_times(path: Path, rows: pd.DataFrame) -> tuple[FloatArray, list[str]]:
     ]
 
 
-def plan_sessions(
-    sessions: Sessions,
-    tables: ServingTables,
-    kv_pool_tokens: int | None = None,
-    progress: Callable[[str, float], object] = lambda what, share: None,
-) -> list[SessionPlan]:
+def plan_sessions(sessions: Sessions, tables: ServingTables, kv_pool_tokens: int | None = None) -> list[SessionPlan]:
     """Play the sessions under each cap, and under ``fit``. Raises InvalidConfigError if the pool holds no block."""
     model = table_model(tables, tables.tiers[0])
     pool = kv_pool_tokens or int(tables.columns["kv_capacity_tokens"][0, 0, -1, 0, 0])
@@ -128,11 +123,7 @@ def plan_sessions(
     caps = sorted({*(cap for cap in CAPS if cap < len(sessions)), len(sessions)})
     controllers = {str(cap): make_controller(f"constant:{cap}") for cap in caps}
     controllers["fit"] = make_controller("fit")
-    plans = []
-    for i, (name, controller) in enumerate(controllers.items()):
-        progress(name, i / len(controllers))
-        plans.append(_played(name, RolloutRow(workload, LONGEST_S), controller))
-    return plans
+    return [_played(name, RolloutRow(workload, LONGEST_S), each) for name, each in controllers.items()]
 
 
 def _played(name: str, row: RolloutRow, controller: Callable[[Mapping[str, float]], int]) -> SessionPlan:
