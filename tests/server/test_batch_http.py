@@ -75,38 +75,6 @@ def test_each_row_is_the_single_episode_of_its_seed(batch: InferenceGymBatch, ta
             assert (reward, done) == (played.rewards[k, row], bool(played.done[k]))
 
 
-def test_json_and_binary_requests_give_the_same(server: RunningServer, batch: InferenceGymBatch) -> None:
-    actions = random_actions(4, 2)
-    session_id = server.post("/reset/batch", {"task_id": 3, "n": 2, "seed": 5})["session_id"]
-    as_json = server.post("/step/batch", {"session_id": session_id, "actions": actions.tolist(), "step": 1})
-    batch.reset(2, 3, seed=5)
-    played = batch.step_many(actions, float64=True)
-    assert as_json["observations"] == played.observations.tolist()
-    assert as_json["rewards"] == played.rewards.tolist()
-    assert (as_json["step"], as_json["steps_left"]) == (played.number, played.steps_left)
-    assert server.post("/close/batch", {"session_id": session_id}) == {"closed": True}
-
-
-def test_float32_answers_are_the_rounded_ones(batch: InferenceGymBatch) -> None:
-    actions = random_actions(3, 2).astype(np.float32)
-    batch.reset(2, 2, seed=1)
-    exact = batch.step_many(actions, float64=True)
-    batch.reset(2, 2, seed=1)
-    rounded = batch.step_many(actions)
-    assert rounded.observations.dtype == np.float32
-    assert np.array_equal(rounded.observations, exact.observations.astype(np.float32))
-
-
-def test_a_held_action_is_the_same_action_at_every_step(batch: InferenceGymBatch) -> None:
-    actions = random_actions(1, 2)
-    batch.reset(2, 1, seed=3)
-    repeated = batch.step_many(np.repeat(actions, 6, axis=0))
-    batch.reset(2, 1, seed=3)
-    held = batch.step_many(actions, 6, last=True)
-    assert np.array_equal(repeated.rewards, held.rewards)
-    assert np.array_equal(repeated.observations[-1:], held.observations)
-
-
 def test_episodes_follow_one_another_with_autoreset(batch: InferenceGymBatch) -> None:
     batch.reset(2, 1, seed=9, config={"episode_length": 5}, autoreset=True)
     actions = random_actions(12, 2)
@@ -127,26 +95,6 @@ def test_a_request_sent_again_is_answered_again_and_played_once(server: RunningS
     ahead = {**body, "step": 9}
     assert [server.client.post("/step/batch", json=one).status_code for one in (other, ahead)] == [409, 409]
     assert server.post("/step/batch", {**body, "step": None})["step"] == 4
-
-
-def test_a_lost_answer_costs_the_client_nothing(server: RunningServer) -> None:
-    class Losing(httpx.HTTPTransport):
-        lose = 1
-
-        def handle_request(self, request: httpx.Request) -> httpx.Response:
-            answer = super().handle_request(request)
-            if request.url.path == "/step/batch" and self.lose:
-                self.lose -= 1
-                answer.read()
-                raise httpx.ReadError("lost")
-            return answer
-
-    actions = random_actions(4, 2)
-    with InferenceGymBatch(server.url, transport=Losing()) as losing, InferenceGymBatch(server.url) as safe:
-        losing.reset(2, 3, seed=5)
-        safe.reset(2, 3, seed=5)
-        for k in range(4):
-            assert np.array_equal(losing.step(actions[k]).rewards, safe.step(actions[k]).rewards)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -91,19 +91,3 @@ def test_the_largest_seed_is_taken_and_the_next_one_refused(server: RunningServe
     assert server.post(path, {"seed": 2**63 - 1})["seed"] == 2**63 - 1
     for seed in (2**63, 9223372036854775998):
         assert server.client.post(path, json={"seed": seed}).status_code == 422
-
-
-def test_a_session_of_the_other_environment_is_unknown_here(server: RunningServer) -> None:
-    traffic = server.post("/traffic/reset")["session_id"]
-    stepped = server.client.post("/step", json={"session_id": traffic, "action": {"action": "allow_all"}})
-    graded = server.client.post("/grader", json={"session_id": traffic})
-    assert (stepped.status_code, graded.status_code) == (404, 404)
-    assert "traffic environment" in stepped.json()["detail"]["message"]
-    assert server.get("/traffic/state", session_id=traffic)["step_count"] == 0
-
-
-def test_grading_a_session_as_another_task_is_a_conflict(server: RunningServer) -> None:
-    session_id = server.post("/reset", {"task_id": 2})["session_id"]
-    answer = server.client.post("/grader", json={"session_id": session_id, "task_id": 1})
-    assert (answer.status_code, answer.json()["detail"]["code"]) == (409, "session_conflict")
-    assert server.post("/grader", {"session_id": session_id, "task_id": "2"})["steps"] == 0
