@@ -6,10 +6,8 @@ import contextlib
 import hmac
 import http.client
 import json
-import os
 import secrets
 import select
-import signal
 import socket
 import struct
 import time
@@ -17,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import websockets.exceptions
 import websockets.sync.client
@@ -106,14 +103,6 @@ def test_the_rest_of_a_refused_body_is_bounded(strict: RunningServer) -> None:
     with connect(strict) as connection:
         connection.sendall(post("/step", b"").replace(b"Content-Length: 0", b"Content-Length: 10000000000"))
         assert all_of(connection).startswith(b"HTTP/1.1 413 ")
-
-
-def test_a_head_in_pieces_is_taken_if_it_arrives_in_time(strict: RunningServer) -> None:
-    with connect(strict) as connection:
-        for piece in (b"GET /hea", b"lth HTTP/1.1\r\nHo", b"st: x\r\nConnection: close\r\n\r\n"):
-            connection.sendall(piece)
-            time.sleep(0.05)
-        assert all_of(connection).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(
@@ -312,31 +301,6 @@ def test_unknown_methods_and_header_bytes_are_no_server_error(strict: RunningSer
         assert one_answer(connection)[0] == 200
 
 
-def test_requests_sent_together_are_answered_in_their_order(strict: RunningServer) -> None:
-    with connect(strict) as connection:
-        bodies = [b'{"seed": %d}' % seed for seed in range(5)]
-        connection.sendall(b"".join(post("/reset", body) for body in bodies[:-1]))
-        connection.sendall(post("/reset", bodies[-1], "Connection: close"))
-        answers = [json.loads(part.split(b"\r\n\r\n", 1)[1]) for part in all_of(connection).split(b"HTTP/1.1 ")[1:]]
-    assert [answer["seed"] for answer in answers] == [0, 1, 2, 3, 4]
-
-
-def test_a_websocket_frame_over_the_limit_ends_that_connection_only(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server:
-        url = f"ws://127.0.0.1:{server.port}/ws"
-        with (
-            websockets.sync.client.connect(url, proxy=None) as good,
-            websockets.sync.client.connect(url, proxy=None) as bad,
-        ):
-            bad.send("x" * 70_000)
-            with pytest.raises(websockets.exceptions.ConnectionClosedError) as closed:
-                bad.recv(timeout=20)
-            assert closed.value.rcvd is not None
-            assert closed.value.rcvd.code == 1009
-            good.send(json.dumps({"type": "reset", "data": {"seed": 3}}))
-            assert json.loads(good.recv(timeout=20))["type"] == "observation"
-
-
 # ---------------------------------------------------------------- secrets
 
 
@@ -374,28 +338,6 @@ def test_resets_are_limited_under_every_prefix() -> None:
     with TestClient(create_app(settings)) as client:
         paths = ["/serving/reset", "/reset", "/traffic/reset", "/serving/reset"]
         assert [client.post(path).status_code for path in paths] == [200, 200, 429, 429]
-
-
-# ---------------------------------------------------------------- the end
-
-
-def test_a_long_request_is_finished_after_sigterm(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server:
-        assert server.process is not None
-        with connect(server) as connection:
-            connection.settimeout(60)
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert one_answer(connection)[0] == 200
-            connection.sendall(b"GET /baseline HTTP/1.1\r\nHost: x\r\n\r\n")
-            server.get("/health")  # so the request before it has been read
-            os.kill(server.process.pid, signal.SIGTERM)
-            status, answer = one_answer(connection)
-        assert status == 200
-        assert set(json.loads(answer)["scores"]) == {"task1", "task2", "task3"}
-        assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
-        assert "Application shutdown complete" in server.log.read_text()
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.url}/health")
 
 
 # ---------------------------------------------------------------- what the log says

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
-import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +17,7 @@ import pytest
 
 from env.inference_env import InferenceEnv
 from tests.redis_server import RedisServer
-from tests.servers import ROOT, RunningServer, free_port, running_server, until
+from tests.servers import RunningServer, free_port, running_server, until
 
 QUICK_KILLS, MANY_KILLS = 2, 30
 PLAYER_PATIENCE_S = 600
@@ -278,54 +273,6 @@ def test_a_server_without_a_store_for_its_sessions_is_not_ready_and_loses_nothin
         stepper.check(server)
 
 
-class Connection:
-    """One keep-alive connection; it stays with the worker that accepted it."""
-
-    def __init__(self, server: RunningServer) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        self.worker = ""
-
-    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        self.connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
-        answer = self.connection.getresponse()
-        assert answer.status == 200
-        self.worker = str(answer.headers["x-request-id"]).split("-")[0]
-        return dict(json.loads(answer.read()))
-
-
-def connections_to_both_workers(server: RunningServer) -> list[Connection]:
-    """Opens many connections at a time: one at a time, the same idle worker may always be the first to accept."""
-    deadline = time.monotonic() + 60
-    by_worker: dict[str, Connection] = {}
-    with ThreadPoolExecutor(16) as pool:
-        while len(by_worker) < 2:
-            assert time.monotonic() < deadline, "only one of the workers was reached"
-            opened = [Connection(server) for _ in range(16)]
-            list(pool.map(lambda one: one.ask("GET", "/info"), opened))
-            for one in opened:
-                if by_worker.setdefault(one.worker, one) is not one:
-                    one.connection.close()
-    return list(by_worker.values())
-
-
-@pytest.mark.slow
-def test_two_workers_on_one_port_share_their_sessions_and_stop_cleanly(tmp_path: Path) -> None:
-    with running_server(tmp_path, workers="2") as server:
-        both = connections_to_both_workers(server)
-        session_id = both[0].ask("POST", "/reset", Player.reset_body(4, 60))["session_id"]
-        rewards = []
-        for number in range(1, 61):
-            body = {"session_id": session_id, "action": action(4, number)}
-            rewards.append(both[number % 2].ask("POST", "/step", body)["reward"])
-        assert rewards == expected_rewards(4, 60, 60)
-        states = [one.ask("GET", f"/state?session_id={session_id}") for one in both]
-        assert states[0] == states[1]
-        assert both[0].worker != both[1].worker
-        for one in both:
-            one.connection.close()
-        server.stop()
-
-
 def test_a_second_port_serves_the_same_sessions(tmp_path: Path) -> None:
     port = free_port()
     with running_server(tmp_path, also_port=str(port)) as server:
@@ -333,22 +280,6 @@ def test_a_second_port_serves_the_same_sessions(tmp_path: Path) -> None:
         other = httpx.post(f"http://127.0.0.1:{port}/step", json={"session_id": session_id})
         assert other.status_code == 200
         assert server.get("/state", session_id=session_id)["step_count"] == 1
-
-
-def test_a_client_that_sends_its_body_too_slowly_is_answered_and_holds_up_nobody(tmp_path: Path) -> None:
-    with (
-        running_server(tmp_path, transfer_timeout_s="0.5") as server,
-        socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow,
-    ):
-        head = "POST /reset HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
-        slow.sendall(head.encode() + b'{"seed"')
-        assert server.post("/reset")["seed"] == 42
-        answer = ""
-        while "body_timeout" not in answer:  # head and body may come one after the other
-            received = slow.recv(4096).decode()
-            assert received, f"the connection was closed after {answer!r}"
-            answer += received
-        assert answer.startswith("HTTP/1.1 408 ")
 
 
 def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path) -> None:
@@ -369,19 +300,3 @@ def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path)
             assert answer.startswith("HTTP/1.1 200 ")
             assert '"seed":5' in answer
         stopping.result(timeout=20)
-
-
-def test_a_wrong_setting_stops_the_start_and_names_itself() -> None:
-    environment = {**os.environ, "INFERENCEGYM_PORT": "99999"}
-    run = subprocess.run(
-        [sys.executable, "-m", "server.app"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode != 0
-    assert "INFERENCEGYM_PORT: '99999' is not allowed: it must be an integer from 1 to 65,535" in run.stderr
-    assert "Traceback" not in run.stderr

@@ -112,13 +112,6 @@ def test_a_long_text_is_one_value(client: TestClient, path: str, sent_as: str) -
     assert len(answer.content) < 2_000
 
 
-def test_a_log_for_policies_is_one_long_text(client: TestClient) -> None:
-    log = "arrival_s,prompt_tokens,output_tokens\n" + "1.5,100,100\n" * 6_000
-    assert len(log) > LARGE_JSON_BYTES
-    read = client.post("/shadow", json={"log": log, "policies": ["nobody"]})
-    assert (read.status_code, read.json()["detail"]["field"]) == (422, "policies[0]")
-
-
 def test_a_frame_with_too_many_values_is_refused_and_the_episode_goes_on(client: TestClient) -> None:
     with client.websocket_connect("/ws") as connection:
         for data, answered in (({}, "observation"), ({"a": [1] * MAX_VALUES}, "error"), ({}, "observation")):
