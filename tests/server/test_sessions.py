@@ -170,20 +170,6 @@ def test_environments_stay_in_memory_up_to_the_limits() -> None:
     asyncio.run(scenario())
 
 
-def test_a_new_process_goes_on_where_the_old_one_ended(shared_url: str) -> None:
-    async def scenario() -> None:
-        actions = actions_of(SERVING, 20)
-        expected = await undisturbed(SERVING, 3, actions)
-        async with manager_on(shared_url) as manager:
-            live, _ = await manager.reset(SERVING, task_id=3, seed=5)
-            first = [await step(manager, live.session_id, action) for action in actions[:9]]
-        async with manager_on(shared_url) as manager:
-            second = [await step(manager, live.session_id, action) for action in actions[9:]]
-        assert first + second == expected
-
-    asyncio.run(scenario())
-
-
 def test_two_processes_can_take_turns_on_one_session(shared_url: str) -> None:
     async def scenario() -> None:
         actions = actions_of(SERVING, 30)
@@ -232,17 +218,6 @@ def test_a_step_is_taken_at_once_only_where_nothing_has_to_be_waited_for(tmp_pat
             await asyncio.sleep(0)
             assert one.counters.steps == 3
             assert one.counters.store_errors == 0
-
-    asyncio.run(scenario())
-
-
-def test_an_episode_that_ended_at_once_makes_room_for_others(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with manager_on(f"sqlite://{tmp_path}/sessions.db", max_sessions=1) as manager:
-            live, _ = await manager.reset(SERVING, seed=1, config={"episode_length": 1})
-            assert (await manager.step(live.session_id, {}, 1)).done
-            await asyncio.sleep(0)  # a task tells the store
-            await manager.reset(SERVING, seed=2)
 
     asyncio.run(scenario())
 
@@ -366,19 +341,6 @@ def test_the_last_step_of_an_episode_can_be_retried_and_none_comes_after_it(stor
             for number in (None, 3):
                 with pytest.raises(EpisodeDoneError):
                     await manager.step(live.session_id, {}, number)
-
-    asyncio.run(scenario())
-
-
-def test_a_refused_action_changes_nothing(store_url: str) -> None:
-    async def scenario() -> None:
-        async with manager_on(store_url) as manager:
-            live, _ = await manager.reset(SERVING, task_id=1, seed=5)
-            await manager.step(live.session_id, {})
-            with pytest.raises(InvalidActionError):
-                await manager.step(live.session_id, {"batch_size": 0})
-            assert await position(manager.store, live.session_id) == (live.token, 1)
-            assert (await manager.step(live.session_id, {})).number == 2
 
     asyncio.run(scenario())
 
@@ -622,19 +584,6 @@ def test_an_episode_that_made_room_while_it_was_in_use_goes_on(store_url: str, m
     asyncio.run(scenario())
 
 
-def test_long_episodes_are_bounded_by_their_steps(store_url: str) -> None:
-    async def scenario() -> None:
-        async with manager_on(store_url, live_steps=100) as manager:
-            for seed in range(4):
-                live, _ = await manager.reset(SERVING, seed=seed, config={"episode_length": 60})
-                for _ in range(40):
-                    await manager.step(live.session_id, {})
-            assert len(manager) <= 3
-            assert (await manager.get(live.session_id)).env.state()["step_count"] == 40
-
-    asyncio.run(scenario())
-
-
 def test_too_many_requests_waiting_for_one_session_are_refused(
     shared_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -667,6 +616,34 @@ def test_a_step_for_an_earlier_reset_is_refused_by_every_process(shared_url: str
                 with pytest.raises(StepConflictError, match="was reset"):
                     await manager.step(session_id, {}, 1, reset_id=earlier)
             assert (await one.step(session_id, {}, 1, reset_id=later)).number == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_store_restores_only_what_it_lacks(store_url: str) -> None:
+    async def scenario() -> None:
+        record = EpisodeRecord(SERVING, 1, 7, {})
+        async with manager_on(store_url) as manager:
+            store = manager.store
+            token = await store.put("a", record, "me")
+            assert await store.append("a", token, 0, b"[1]")
+            assert await store.put("a", record, "me", replace=False) == ""
+            assert await position(store, "a") == (token, 1)
+            restored = await store.put("b", record, "me", replace=False)
+            assert restored
+            assert await position(store, "b") == (restored, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_is_restarted_is_its_callers_latest_and_no_others(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url) as manager:
+            store, latest = manager.store, []
+            for session_id, caller in (("a", "me"), ("b", "me"), ("a", "you"), ("b", "me"), ("a", "me")):
+                await store.put(session_id, EpisodeRecord(SERVING, 1, 7, {}), caller)
+                latest.append((await store.latest("me"), await store.latest("you")))
+            assert latest == [("a", None), ("b", None), ("b", "a"), ("b", "a"), ("a", None)]
 
     asyncio.run(scenario())
 

@@ -23,7 +23,6 @@ from redis.asyncio import BlockingConnectionPool
 from env.families import FAMILIES, SERVING
 from env.family import EpisodeRecord
 from inferencegym.errors import StoreError, UnknownSessionError
-from server.app import make_store
 from server.sessions.manager import SessionManager
 from server.sessions.redis import MAX_CONNECTIONS, RedisStore
 from server.sessions.sqlite import PAGE_BYTES, SqliteStore
@@ -423,24 +422,6 @@ def test_the_log_of_a_damaged_database_is_set_aside_with_it(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_a_deleted_database_comes_back_with_the_live_sessions(tmp_path: Path) -> None:
-    path = file_of(tmp_path)
-
-    async def scenario() -> None:
-        settings = Settings(store_url=f"sqlite://{path}")
-        async with sqlite_store(path) as store:
-            manager = SessionManager(store, FAMILIES, settings)
-            live, _ = await manager.reset(SERVING, seed=3)
-            await manager.step(live.session_id, {}, 1)
-            await store.close()
-            for file in tmp_path.glob("sessions.db*"):
-                file.unlink()
-            assert (await manager.step(live.session_id, {}, 2)).number == 2
-            assert (await position(store, live.session_id) or ("", 0))[1] == 2
-
-    asyncio.run(scenario())
-
-
 def test_a_session_that_another_client_restarted_comes_back_as_that_clients(tmp_path: Path) -> None:
     path = file_of(tmp_path)
 
@@ -628,20 +609,6 @@ def test_of_two_processes_that_store_an_episode_again_the_one_behind_takes_nothi
             outcome = await second.step(live.session_id, {"batch_size": 9}, 9)
             assert outcome.number == 9
             assert [b",%d," % number in action for number, action in enumerate(live.actions, 1)] == [True] * 8
-
-    asyncio.run(scenario())
-
-
-def test_a_store_restores_only_what_it_lacks(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with sqlite_store(file_of(tmp_path)) as store:
-            token = await store.put("a", START, "me")
-            assert await store.append("a", token, 0, b"[1]")
-            assert await store.put("a", START, "me", replace=False) == ""
-            assert await position(store, "a") == (token, 1)
-            restored = await store.put("b", START, "me", replace=False)
-            assert restored
-            assert await position(store, "b") == (restored, 0)
 
     asyncio.run(scenario())
 
@@ -886,35 +853,6 @@ def test_a_clock_that_is_wrong_when_a_server_starts_ends_no_episode(
     asyncio.run(scenario())
 
 
-def test_a_session_that_is_restarted_is_its_callers_latest(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        for url in ("memory://", f"sqlite://{tmp_path}/sessions.db"):
-            store = make_store(Settings(store_url=url))
-            await store.open()
-            await store.put("a", START, "me")
-            await store.put("b", START, "me")
-            assert await store.latest("me") == "b"
-            await store.put("a", START, "me")
-            assert await store.latest("me") == "a"
-            await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_restart_takes_only_its_own_session_from_the_earlier_caller(redis_server: RedisServer) -> None:
-    async def scenario() -> None:
-        store = RedisStore(Settings(store_url=redis_server.url))
-        await store.put("a", START, "me")
-        await store.put("b", START, "me")
-        await store.put("a", START, "you")
-        assert (await store.latest("me"), await store.latest("you")) == ("b", "a")
-        await store.put("b", START, "me")
-        assert await store.latest("me") == "b"
-        await store.close()
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("by", ["room", "purge"])
 def test_a_forgotten_session_leaves_no_key(redis_server: RedisServer, by: str) -> None:
     async def scenario() -> None:
@@ -932,21 +870,6 @@ def test_a_forgotten_session_leaves_no_key(redis_server: RedisServer, by: str) -
                 assert await small.purge() == 20
                 await small.close()
             assert client.keys() == []
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_redis_restores_only_what_it_lacks(redis_server: RedisServer) -> None:
-    async def scenario() -> None:
-        store = RedisStore(Settings(store_url=redis_server.url))
-        token = await store.put("a", START, "me")
-        assert await store.append("a", token, 0, b"[1]")
-        assert await store.put("a", START, "me", replace=False) == ""
-        assert await position(store, "a") == (token, 1)
-        restored = await store.put("b", START, "me", replace=False)
-        assert restored
-        assert await position(store, "b") == (restored, 0)
         await store.close()
 
     asyncio.run(scenario())
