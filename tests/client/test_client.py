@@ -233,21 +233,6 @@ def test_a_refusal_is_not_sent_again(server: RunningServer) -> None:
     assert transport.sent == 2
 
 
-def test_an_episode_goes_on_when_the_server_was_killed_and_started_again(tmp_path: Path) -> None:
-    local = InferenceEnv(task_id=2, seed=6)
-    local.reset()
-    with running_server(tmp_path) as server, InferenceGymHTTP(server.url) as client:
-        client.reset(seed=6, task_id=2)
-        assert client.step(ACTION) == local.step(ACTION)
-        server.kill()
-        server.start()
-        assert client.step(ACTION) == local.step(ACTION)
-        with InferenceGymHTTP(server.url) as stranger:
-            assert client.session_id is not None
-            assert stranger.resume(client.session_id) == local.observation()
-            assert stranger.step(ACTION) == local.step(ACTION)
-
-
 # ---------------------------------------------------------------- restarts
 
 

@@ -16,7 +16,7 @@ import pytest
 from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficEnv
 from env.traffic.tasks import list_traffic_tasks
-from inferencegym.client import InferenceGymEnv, InferenceGymHTTP, TrafficControllerEnv
+from inferencegym.client import InferenceGymEnv, TrafficControllerEnv
 from inferencegym.client.openenv_types import without_gradio
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.tasks import list_tasks
@@ -150,27 +150,6 @@ def test_every_traffic_task_is_the_same_episode_however_it_is_played(server: Run
     assert over_websocket_sync(server, "/traffic", task_id, actions) == expected
 
 
-def test_an_episode_over_a_websocket_is_graded_as_the_same_episode_over_http(server: RunningServer) -> None:
-    actions = serving_actions(3)
-
-    async def play() -> str | None:
-        async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
-            await env.reset(**episode(3), episode_id="graded-over-websocket")
-            for action in actions:
-                await env.step(action)
-            return env.episode_id
-
-    with InferenceGymHTTP(server.url) as client:
-        client.reset(**episode(3))
-        for action in actions:
-            client.step(action)
-        over_http_score = client.grade()
-    episode_id = asyncio.run(play())
-    assert episode_id == "graded-over-websocket"
-    assert server.post("/grader", {"session_id": episode_id}) == over_http_score
-    assert server.get("/state", session_id=episode_id)["step_count"] == len(actions)
-
-
 @pytest.mark.parametrize(("prefix", "task_id"), [("", 1), ("", 2), ("", 3), ("/traffic", "task_hard")])
 def test_the_last_step_of_an_episode_brings_its_grade_however_it_is_played(
     server: RunningServer, prefix: str, task_id: int | str
@@ -223,22 +202,3 @@ def test_sixty_four_websocket_episodes_at_once_stay_apart(tmp_path: Path) -> Non
         for action, (observation, reward, _) in zip(actions, played[1:], strict=True):
             _, expected, _, _ = env.step(action)
             assert (observation, reward) == (env.observation_dict(), expected)
-
-
-def test_fifty_http_episodes_at_once_stay_apart(server: RunningServer) -> None:
-    from inferencegym.client import AsyncInferenceGymHTTP
-
-    actions = serving_actions(1)[:25]
-
-    async def play(seed: int) -> list[float]:
-        async with AsyncInferenceGymHTTP(server.url) as client:
-            await client.reset(task_id=1 + seed % 3, seed=seed)
-            return [(await client.step(action))[1] for action in actions]
-
-    async def together() -> list[list[float]]:
-        return await asyncio.gather(*(play(seed) for seed in range(50)))
-
-    for seed, rewards in enumerate(asyncio.run(together())):
-        env = InferenceEnv(task_id=1 + seed % 3, seed=seed)
-        env.reset()
-        assert rewards == [env.step(action)[1] for action in actions]

@@ -379,20 +379,6 @@ def test_a_row_of_the_vector_the_scalar_interface_and_inference_env_play_the_sam
     assert GraderModule().score(task_id, one.episode_log) == GraderModule().score(task_id, core.episode_log)
 
 
-def test_threads_change_nothing() -> None:
-    one, two = (ig.VectorInferenceEnv(300, 2, config=SHORT, n_threads=n) for n in (1, 2))
-    one.action_space.seed(3)
-    one.reset(seed=0)
-    two.reset(seed=0)
-    for _ in range(10):
-        actions = one.action_space.sample()
-        left, right = one.step(actions), two.step(actions)
-        for a, b in zip(left[:4], right[:4], strict=True):
-            np.testing.assert_array_equal(a, b)
-    one.close()
-    two.close()
-
-
 # ---------------------------------------------------------------- the end of an episode
 
 
@@ -898,32 +884,6 @@ def test_mistakes_with_a_remote_batch_are_named(server: RunningServer) -> None:
     with pytest.raises(ServerUnavailableError):
         nobody.reset(seed=1)
     nobody.close()
-
-
-def test_a_step_whose_answer_was_lost_is_not_played_twice(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
-    local = ig.InferenceGymEnv(1, config=SHORT)
-    remote.reset(seed=3)
-    local.reset(seed=3)
-    send = httpx.Client.request
-    lost: list[str] = []
-
-    def lossy(self: httpx.Client, method: str, url: str, **options: Any) -> httpx.Response:
-        answer = send(self, method, url, **options)
-        if url == "/step" and len(lost) < 2:
-            lost.append(url)
-            raise httpx.ReadError("the answer was lost")
-        return answer
-
-    monkeypatch.setattr(httpx.Client, "request", lossy)
-    for _ in range(SHORT["episode_length"]):
-        action = np.zeros(5, dtype=np.float32)
-        there, here = remote.step(action), local.step(action)
-        assert there[1:3] == here[1:3]
-    assert len(lost) == 2
-    remote.close()
 
 
 def test_a_session_that_the_server_forgot_is_unknown_and_replaced_at_the_next_reset(tmp_path: Path) -> None:

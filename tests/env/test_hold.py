@@ -28,14 +28,14 @@ from env.inference_env import InferenceEnv
 from env.log import over_steps
 from env.verify import verify_log
 from grader.grader import GraderModule
-from inferencegym.client import InferenceGymBatch, InferenceGymEnv, InferenceGymHTTP
+from inferencegym.client import InferenceGymBatch, InferenceGymEnv
 from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidConfigError, MalformedLogError
 from inferencegym.models import NAIVE_ACTION, MetricsSnapshot, ServeAction
 from inferencegym.spaces.actions import from_row, snap
 from inferencegym.tasks import get_task, list_tasks
 from simulator.kernel.arrays import METRICS, OVER_SECONDS
 from tests.env.test_grade_reward import random_knobs
-from tests.servers import PATIENT, RunningServer, running_server
+from tests.servers import PATIENT, RunningServer
 
 TASKS = [task.task_id for task in list_tasks(include_recorded=True)]
 SERVING = FAMILIES["serving"]
@@ -354,23 +354,6 @@ def test_a_server_holds_over_every_interface(server: RunningServer) -> None:
             return rewards + [(await client.step(action)).reward for action in actions[2:]]
 
     assert asyncio.run(over_a_websocket()) == rewards
-
-
-def test_a_killed_server_goes_on_with_held_steps(tmp_path: Path) -> None:
-    actions = random_actions(6, 4)
-    env = InferenceEnv(task_id=3, config=SHORT)
-    env.reset(seed=4)
-    with running_server(tmp_path) as server, InferenceGymHTTP(server.url) as client:
-        client.reset(4, 3, SHORT)
-        for number, action in enumerate(actions, 1):
-            _, reward, _, info = env.step(action)
-            there = client.step(action)
-            assert (there[1], there[3]) == (reward, json.loads(json.dumps(info)))
-            if number == 2:
-                server.kill()
-                server.start()
-                sent = {"session_id": client.session_id, "action": action.to_dict(), "step": 2}
-                assert server.post("/step", sent)["reward"] == reward
 
 
 def test_a_batch_session_holds_and_counts_steps(server: RunningServer) -> None:

@@ -456,21 +456,6 @@ def test_our_client_goes_on_by_itself_when_its_socket_is_lost(server: RunningSer
     asyncio.run(run())
 
 
-def test_our_client_goes_on_when_the_server_was_killed_and_started_again(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server:
-
-        async def run() -> None:
-            async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
-                await env.reset(seed=4, task_id=3)
-                await env.step({"batch_size": 100})
-                server.kill()
-                restart = asyncio.to_thread(server.start)
-                result, _ = await asyncio.gather(env.step({"batch_size": 200}), restart)
-                assert result.observation.timestep == 2
-
-        asyncio.run(run())
-
-
 def test_an_episode_goes_on_in_whichever_worker_a_new_socket_reaches(tmp_path: Path) -> None:
     with running_server(tmp_path, workers="2") as server:
 
@@ -797,26 +782,6 @@ def test_every_refusal_of_a_full_server_is_a_capacity_error_however_late_it_clos
     asyncio.run(run())
 
 
-def test_a_full_server_refuses_and_has_room_again_when_a_client_is_lost(tmp_path: Path) -> None:
-    with running_server(tmp_path, max_concurrent_envs="2", store_url="memory://") as server:
-
-        async def run() -> None:
-            way = Relay(server)
-            async with way.listening() as url, InferenceGymEnv(base_url=server.url, **PATIENT) as first:
-                await first.reset()
-                async with InferenceGymEnv(base_url=url, **PATIENT) as second:
-                    await second.reset()
-                    third = InferenceGymEnv(base_url=server.url, **PATIENT)
-                    with pytest.raises(CapacityError, match="MAX_CONCURRENT_ENVS"):
-                        await third.reset()
-                    way.abort()
-                    await reset_when_there_is_room(third)
-                    assert (await third.step({})).observation.timestep == 1
-                    await third.close()
-
-        asyncio.run(run())
-
-
 def test_a_frame_that_the_server_fails_on_is_answered_and_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -846,18 +811,6 @@ def test_a_close_frame_ends_the_connection_and_keeps_the_episode(server: Running
         assert server.get("/state", session_id="kept-after-close")["step_count"] == 1
 
     talk(server, conversation)
-
-
-def test_a_bucket_of_resets_runs_out_for_one_client(tmp_path: Path) -> None:
-    with running_server(tmp_path, resets_per_minute="3", store_url="memory://") as server:
-
-        async def conversation(ask: Ask, _: ClientConnection) -> None:
-            answers = [await ask(reset()) for _ in range(4)]
-            assert [answer["type"] for answer in answers] == ["observation"] * 3 + ["error"]
-            assert refused_with(answers[3], "rate_limited")
-            assert (await ask(step()))["type"] == "observation"
-
-        talk(server, conversation)
 
 
 # ---------------------------------------------------------------- the other routes

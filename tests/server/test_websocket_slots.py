@@ -174,29 +174,3 @@ def test_a_connection_without_an_episode_gives_way_before_one_that_is_idle_for_l
                     assert (await ask(idle, "step"))["type"] == "observation"
 
     asyncio.run(run(two_slots))
-
-
-def test_a_client_at_its_limit_loses_its_own_idle_connection_and_nobody_elses(tmp_path: Path) -> None:
-    async def run(server: RunningServer) -> None:
-        async with connected(server, "192.0.2.1") as other, connected(server, "192.0.2.2") as own:
-            await ask(other, "reset")
-            await ask(own, "reset")
-            async with connected(server, "192.0.2.2") as next_one:
-                assert (await ask(next_one, "reset"))["type"] == "observation"
-                assert await closed(own) == 1013
-                assert (await ask(other, "step"))["type"] == "observation"
-
-    limits = {"max_concurrent_envs": "8", "concurrent_envs_per_client": "1", "trusted_proxies": "127.0.0.1"}
-    with running_server(tmp_path, before=ANYBODY_GIVES_WAY, **limits) as server:
-        asyncio.run(run(server))
-
-
-def test_batch_sessions_take_no_slots(tmp_path: Path) -> None:
-    async def run(server: RunningServer) -> None:
-        for _ in range(3):
-            server.post("/reset/batch", {"n": 2})
-        async with connected(server) as player:
-            assert (await ask(player, "reset"))["type"] == "observation"
-
-    with running_server(tmp_path, before=NOBODY_GIVES_WAY, max_concurrent_envs="1") as server:
-        asyncio.run(run(server))
