@@ -104,10 +104,6 @@ def test_the_score_is_the_replays_where_a_log_claims_a_digit_more(
     assert scores[0] == scores[1]
 
 
-def as_truth(log: Log) -> None:
-    log["steps"][0]["timestep"] = True
-
-
 def bad_reward(log: Log) -> None:
     log["steps"][0]["reward"] += 2e-6
 
@@ -116,28 +112,8 @@ def bad_metric(log: Log) -> None:
     log["steps"][7]["metrics"]["tokens_per_sec"] *= 1 + 2e-6
 
 
-def bad_action(log: Log) -> None:
-    log["steps"][20]["action"]["batch_size"] += 1
-
-
 def bad_length(log: Log) -> None:
     del log["steps"][-1]
-
-
-def too_long(log: Log) -> None:
-    log["steps"].append(log["steps"][-1])
-
-
-def bad_task(log: Log) -> None:
-    log["task"] = 2
-
-
-def bad_seed(log: Log) -> None:
-    log["seed"] = 12
-
-
-def bad_config(log: Log) -> None:
-    log["config"]["alpha"] = 0.9
 
 
 def bad_score(log: Log) -> None:
@@ -149,14 +125,8 @@ def bad_score(log: Log) -> None:
     [
         (bad_reward, 0, "reward"),
         (bad_metric, 7, "metrics.tokens_per_sec"),
-        (bad_action, 20, "reward"),
         (bad_length, LENGTH - 1, None),
-        (too_long, None, None),
-        (bad_task, 0, ""),
-        (bad_seed, 0, ""),
-        (bad_config, 0, "reward"),
         (bad_score, None, "score"),
-        (as_truth, 0, "timestep"),
     ],
 )
 def test_a_forged_log_ends_in_status_1_with_step_and_field(
@@ -319,18 +289,6 @@ def test_a_bare_list_of_steps_is_verified_with_task_and_seed_given(tmp_path: Pat
 def test_the_body_of_a_grading_request_is_a_log(tmp_path: Path, honest: Log) -> None:
     body = {"task_id": 3, "episode_log": honest["steps"], "seed": 11, "config": honest["config"], "verify": True}
     assert main(["verify", write(tmp_path / "body.json", body)]) == 0
-
-
-def test_a_traffic_log_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    env = TrafficEnv("task_medium")
-    env.reset()
-    while not env.done:
-        env.step("throttle_40")
-    log = json.loads(json.dumps({"task": "task_medium", "seed": env.seed, "steps": env.episode_log}))
-    assert main(["verify", write(tmp_path / "log.json", log)]) == 0
-    log["steps"][4]["metrics"]["avg_latency"] -= 1
-    assert main(["verify", write(tmp_path / "log.json", log)]) == 1
-    assert "step 4: metrics.avg_latency" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 
 from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficEnv
-from inferencegym.tasks import list_tasks
 from server.app import create_app
 from server.settings import Settings
 
@@ -81,16 +80,6 @@ def traffic_log_of(task_id: str, seed: int, action: str, **config: float) -> Log
 def traffic_grade(client: TestClient, task_id: str, seed: int, log: Log, **more: Any) -> Any:
     body = {"task_id": task_id, "episode_log": log, "seed": seed, "verify": True, **more}
     return client.post("/traffic/grader", json=body)
-
-
-def test_a_traffic_score_is_the_replays_too(client: TestClient) -> None:
-    honest = traffic_log_of("task_hard", 3, "throttle_40")
-    claimed = copy.deepcopy(honest)
-    for entry in claimed:
-        entry["metrics"]["allowed_requests"] *= 1 - 9e-10
-    true = traffic_grade(client, "task_hard", 3, honest).json()["score"]
-    assert traffic_grade(client, "task_hard", 3, claimed, verify=False).json()["score"] != true
-    assert traffic_grade(client, "task_hard", 3, claimed).json()["score"] == true
 
 
 def test_a_latency_just_below_a_threshold_scores_what_the_replay_scores(client: TestClient) -> None:
@@ -162,12 +151,6 @@ def test_a_batch_plays_on_the_hardware_of_its_configuration(client: TestClient) 
     own = client.post("/reset/batch", json={"task_id": 3, "seed": 11, "n": 1}).json()
     alone = client.post("/step/batch", json={"session_id": own["session_id"], "actions": [[[32, 1, 0, 0, 0]]]})
     assert stepped.json()["rewards"] != alone.json()["rewards"]
-
-
-def test_the_answers_of_step_are_a_log_too(client: TestClient) -> None:
-    session_id = client.post("/reset", json={"task_id": 3, "seed": 11, "config": CONFIG}).json()["session_id"]
-    log = [client.post("/step", json={"session_id": session_id}).json() for _ in range(LENGTH)]
-    assert grade(client, log).json()["verified"] is True
 
 
 def set_metric(log: Log) -> None:
@@ -300,13 +283,3 @@ def test_an_impossible_action_is_refused(client: TestClient, honest: Log) -> Non
     detail = grade(client, forged).json()["detail"]
     assert detail["code"] == "forged_log"
     assert "batch_size" in detail["message"]
-
-
-@pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks()])
-def test_every_task_can_be_verified(client: TestClient, task_id: int) -> None:
-    env = InferenceEnv()
-    env.reset(seed=0, task_id=task_id)
-    while not env.done:
-        env.step({"batch_size": 64})
-    answer = grade(client, env.episode_log, task_id=task_id, seed=0, config=None)
-    assert answer.json()["verified"] is True
