@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -15,16 +14,15 @@ from hypothesis import strategies as st
 
 import inferencegym.gym as ig
 from env.batch import ServingBatch
-from env.families import FAMILIES
 from env.inference_env import InferenceEnv
-from inferencegym.client import InferenceGymBatch, InferenceGymEnv
+from inferencegym.client import InferenceGymBatch
 from inferencegym.models import FLEET_FIELDS, NAIVE_ACTION
 from inferencegym.spaces.actions import from_row, snap
 from inferencegym.spaces.observations import FIRST_FLEET, OBSERVATION_SIZE, fleet_array, normalise_fleet
 from inferencegym.tasks import get_task
 from server.api.openapi import inlined_paths
 from tests.env.test_grade_reward import random_knobs
-from tests.servers import PATIENT, RunningServer
+from tests.servers import RunningServer
 
 NAIVE = NAIVE_ACTION.to_dict()
 SHORT = {"episode_length": 12}
@@ -183,32 +181,6 @@ def test_a_batch_session_shows_fleets_where_its_reset_asked_for_them(server: Run
         np.testing.assert_array_equal(answer["observations"][0], batch.full_observation())
         assert client.reset(3, 3, seed=5).shape == (3, 14)
         assert client.step(knobs[0]).observations.shape == (1, 3, 14)
-
-
-def test_a_step_over_http_and_over_a_websocket_tells_what_the_fleet_is_set_to(server: RunningServer) -> None:
-    env = InferenceEnv(task_id=3)
-    env.reset(seed=2)
-    actions = [{"batch_size": 64}, {"batch_size": 64, "quant_tier": 1}, {"batch_size": 64, "quant_tier": 1}]
-    expected = steps_of(env, *actions)
-    session = server.post("/reset", {"task_id": 3, "seed": 2})["session_id"]
-    told = [server.post("/step", {"session_id": session, "action": action})["info"]["fleet"] for action in actions]
-    assert told == expected
-
-    async def play() -> list[Any]:
-        async with InferenceGymEnv(base_url=server.url, **PATIENT) as client:
-            await client.reset(task_id=3, seed=2, info=True)
-            return [(await client.step(action)).observation.info["fleet"] for action in actions]
-
-    assert asyncio.run(play()) == expected
-
-
-def test_a_replayed_episode_tells_the_same_fleet() -> None:
-    env = InferenceEnv(task_id=3)
-    env.reset(seed=9)
-    for row in random_knobs(np.random.default_rng(4), 10):
-        env.step(from_row(snap(row[None], np.ones(5, dtype=np.bool_))[0]))
-    family = FAMILIES["serving"]
-    assert family.replay(family.episode(3, 9, env.config_dict(), env.actions)).info() == env.info()
 
 
 def test_the_openapi_document_describes_the_fleet(server: RunningServer) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,7 +24,6 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.spaces.actions import from_row, snap
 from inferencegym.tasks import get_task, list_tasks, with_settings
-from tests.servers import RunningServer
 
 TASKS = [task.task_id for task in list_tasks(include_recorded=True)]
 GRADE = {"reward": "grade"}
@@ -214,30 +212,6 @@ def test_rows_restarted_apart_pay_what_the_same_episodes_pay_alone(task_id: int)
         assert rewards.tolist() == [env.step(from_row(row))[1] for env, row in zip(alone, taken, strict=True)]
 
 
-@pytest.mark.parametrize("task_id", [1, 2, 3])
-def test_many_steps_at_once_on_several_threads_pay_what_single_steps_pay(task_id: int) -> None:
-    task = get_task(task_id)
-    once, many = (ServingBatch(task, 200, task.config(GRADE), n_threads=n) for n in (1, 3))
-    actions = random_knobs(np.random.default_rng(3), 12, 200)
-    once.reset(range(200))
-    many.reset(range(200))
-    rewards = np.empty((12, 200))
-    many.step_many(actions, np.empty((1, 200, 14)), rewards)
-    for knobs, reward in zip(actions, rewards, strict=True):
-        once.step(knobs)
-        np.testing.assert_array_equal(once.reward, reward)
-
-
-def test_a_replayed_record_pays_the_same_rewards() -> None:
-    env = InferenceEnv(task_id=3, config=GRADE)
-    env.reset(seed=9)
-    for row in random_knobs(np.random.default_rng(4), 40):
-        env.step(from_row(snap(row[None], np.ones(5, dtype=np.bool_))[0]))
-    family = FAMILIES["serving"]
-    replayed = family.replay(family.episode(3, 9, env.config_dict(), env.actions))
-    assert replayed.episode_log == env.episode_log
-
-
 def test_compiled_and_interpreted_shares_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(env_reward.__file__).with_name("reward.py")
     spec = importlib.util.spec_from_file_location("interpreted_reward", source)
@@ -255,32 +229,6 @@ def test_compiled_and_interpreted_shares_are_the_same_numbers(monkeypatch: pytes
         compiled.step(knobs)
         other.step(knobs)
         np.testing.assert_allclose(compiled.reward, other.reward, rtol=1e-12)
-
-
-def test_a_server_pays_the_grade_over_every_interface(server: RunningServer) -> None:
-    env = InferenceEnv(task_id=3, config={**GRADE, "episode_length": 30})
-    env.reset(seed=3)
-    begun = server.post("/reset", {"task_id": 3, "seed": 3, "config": {**GRADE, "episode_length": 30}})
-    assert begun["config"] == {**GRADE, "episode_length": 30, "hold": 1}
-    names = {"observation": "raw", "action": "natural", "config": {"episode_length": 30}, "reward": "grade"}
-    scalar = gymnasium.make(ig.REMOTE_ID, url=server.url, task_id=3, **names)
-    remote = gymnasium.make_vec(ig.REMOTE_ID, num_envs=1, url=server.url, task_id=3, **names)
-    scalar.reset(seed=3)
-    remote.reset(seed=3)
-    rng = np.random.default_rng(8)
-    while not env.done:
-        knobs = random_knobs(rng).astype(np.float32)
-        action = from_row(snap(knobs[None].astype(np.float64), np.ones(5, dtype=np.bool_))[0])
-        _, reward, _, info = env.step(action)
-        answer = server.post("/step", {"session_id": begun["session_id"], "action": action.to_dict()})
-        assert (answer["reward"], answer["info"]["reward_terms"]) == (reward, info["reward_terms"])
-        assert scalar.step(knobs)[1] == reward
-        assert remote.step(knobs[None])[1].tolist() == [reward]
-    scalar.close()
-    remote.close()
-    graded = server.post("/grader", {"session_id": begun["session_id"]})
-    log = {"task_id": 3, "episode_log": env.episode_log, "seed": 3, "config": begun["config"], "verify": True}
-    assert server.post("/grader", log)["score"] == graded["score"]
 
 
 # ---------------------------------------------------------------- the setting
