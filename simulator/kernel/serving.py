@@ -294,15 +294,6 @@ class ServingState:
         self.rows["replicas_ready"][index] = params.n_replicas
         self.rows["rate_ema"][index] = params.nominal_rate_rps
 
-    def copy_from(self, other: ServingState) -> None:
-        """Overwrite this state with another of the same shape."""
-        for name, array in self.rows.items():
-            array[...] = other.rows[name]
-
-    def copy(self) -> ServingState:
-        """An independent copy."""
-        return ServingState({name: array.copy() for name, array in self.rows.items()})
-
 
 class ServingFleet:
     """B fleets stepping together.
