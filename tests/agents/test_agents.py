@@ -40,7 +40,6 @@ from agents.search.solver import (
 )
 from agents.seeds import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS, held_out_seeds
 from cli.main import main
-from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
 from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
@@ -734,14 +733,3 @@ def test_a_server_imports_nobodys_own_agents() -> None:
     with pytest.raises(InvalidConfigError):
         make_agent("my_lab.agents:Still", get_task(1))
     assert "my_lab.agents" not in sys.modules
-
-
-def test_playing_uses_the_seeds_it_is_given() -> None:
-    task = get_task(3)
-    batch = ServingBatch(task, 1)
-    batch.reset([77])
-    total = 0.0
-    for _ in range(200):
-        batch.step(np.array([[1.0, 0, 32, 0, 0]]))
-        total += batch.reward[0]
-    assert run_episodes(task, NaiveAgent(), [77]).returns[0] == total

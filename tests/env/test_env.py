@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +30,6 @@ from inferencegym.models import (
     PRIORITY_CLASSES,
     QuantTier,
     ServeAction,
-    ServeObservation,
 )
 from inferencegym.tasks import Calibration, TaskId, get_task, list_tasks
 from simulator.hardware.tables import load_tables
@@ -91,23 +90,6 @@ def test_nothing_that_is_shown_is_a_millionth_of_a_millionth(task_id: int) -> No
         observation, _, _, info = env.step({"batch_size": 256, "kv_budget": 0.9})
         flat = [v for f in asdict(observation).values() for v in (f if isinstance(f, list) else [f])]
         assert [v for v in (*flat, *info["metrics"].values()) if 0.0 < abs(v) < 1e-12] == []
-
-
-def test_floods_come_on_time_in_a_long_episode() -> None:
-    env = InferenceEnv(task_id=3, config={"episode_length": 1000})
-    env.reset(seed=0)
-    phases = [env.step(NAIVE_ACTION)[3]["workload"]["phase"] for _ in range(1000)]
-    on = np.array([p == "burst" for p in phases])
-    starts = np.flatnonzero(on[1:] & ~on[:-1]) + 1
-    assert (np.diff(starts) == 120).all()
-    assert on.sum() == sum(min(15, 1000 - start) for start in starts)  # the episode may end within a flood
-
-
-def test_observation_has_the_twelve_fields_of_the_plan() -> None:
-    observation = InferenceEnv(task_id=1).reset()
-    assert [f.name for f in fields(ServeObservation)] == list(asdict(observation))
-    assert len(asdict(observation)) == 12
-    assert len(observation.priority_distribution) == 3
 
 
 def test_every_reset_gets_its_own_session_id() -> None:
@@ -356,17 +338,6 @@ def test_the_observation_averages_prompts_over_ten_seconds_and_classes_over_fift
     assert env.arrivals() == arrivals[:80].sum(axis=1).tolist()
 
 
-def test_state_counts_steps_and_sums_rewards() -> None:
-    env = InferenceEnv(task_id=1)
-    env.reset()
-    rewards = play(env, steps=7)
-    state = env.state()
-    assert state["step_count"] == 7
-    assert state["cumulative_reward"] == pytest.approx(sum(rewards))
-    assert state["done"] is False
-    assert state["workload_phase"] == "warmup"
-
-
 def test_a_restart_forgets_steps_rewards_and_cost() -> None:
     env = InferenceEnv(task_id=1, config={"episode_length": 4})
     assert (env.state()["cumulative_reward"], env.state()["cost_so_far"], env.done) == (0.0, 0.0, False)
@@ -455,12 +426,6 @@ def test_a_knob_of_another_type_or_range_is_refused_by_name(field: str, value: A
     with pytest.raises(InvalidActionError) as refused:
         ServeAction(**{**knobs, field: value}).validate()
     assert refused.value.field == field
-
-
-def test_a_flag_of_an_action_is_a_boolean_and_not_a_number_that_python_takes_for_one() -> None:
-    with pytest.raises(InvalidActionError) as refused:
-        ServeAction(0.5, 0, 8, 1, QuantTier.FP16).validate()  # type: ignore[arg-type]
-    assert refused.value.field == "prefill_disagg"
 
 
 def interpreted(module: ModuleType) -> ModuleType:

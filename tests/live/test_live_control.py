@@ -218,17 +218,6 @@ def test_a_dry_run_logs_and_sets_nothing(running: Running, tmp_path: Path) -> No
     assert [entry["set"] for entry in entries(tmp_path / "audit.jsonl")] == [{"batch_size": 30.0}, {"batch_size": 20.0}]
 
 
-def test_the_engine_goes_back_when_its_controller_falls_silent(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller = running.controller(Wants(500), tmp_path / "audit.jsonl", dead_man_s=600.0)
-    controller.second()
-    until(lambda: running.batch_size == 30)
-    end = json.loads(running.control.read_text())["until"]
-    monkeypatch.setattr(time, "time", lambda: end + 1)
-    until(lambda: running.batch_size == 20)
-
-
 def test_a_second_controller_is_refused_and_the_first_one_goes_on(running: Running, tmp_path: Path) -> None:
     first = running.controller(Wants(500), tmp_path / "first.jsonl", dead_man_s=600.0)
     said = rf"process {os.getpid()} on \S+, whose lease ends at"

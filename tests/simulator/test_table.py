@@ -292,14 +292,6 @@ def test_the_committed_table_composes_into_real_batches() -> None:
     assert errors["vLLM, held out, fits the cache"].median < 0.06
 
 
-def test_the_axes_of_a_new_table_are_those_of_the_tables_that_ship() -> None:
-    table = load_tables()
-    assert [int(tokens) for tokens in table.axes["prompt_len_bucket"]] == list(PROMPT_TOKENS)
-    assert [int(size) for size in table.axes["batch_size"]] == list(BATCH_SIZES)
-    assert list(table.axes["kv_budget"]) == list(KV_BUDGETS)
-    assert [int(drafts) for drafts in table.axes["spec_length"]] == list(SPEC_LENGTHS)
-
-
 def without_a_column(table: pa.Table) -> pa.Table:
     return table.drop_columns(["decode_ms"])
 
