@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from inferencegym.errors import InvalidActionError
-from live.driver import EngineRequest, RequestTiming
+from live.driver import ClosedLoop, EngineApi, EngineRequest, OpenLoop, RequestTiming
 
 ACTION_KNOBS: Final = ("kv_budget", "spec_length", "batch_size")
 """Knobs of the environment's action that engines can change while they run. Some can also change ``prefill_tokens``,
@@ -107,6 +107,18 @@ class Engine(Protocol):
         With ``clients`` so many clients send them in order, each its next one when its last has ended (closed loop).
         """
         ...
+
+
+class HttpEngine:
+    """Base of engines that are loaded through the OpenAI API. Raises :class:`RemoteError` if none is there."""
+
+    seconds_pass = True
+
+    def __init__(self, api: EngineApi) -> None:
+        self.api = api.check()
+
+    def load(self, requests: Sequence[EngineRequest], clients: int | None = None) -> OpenLoop:
+        return OpenLoop(self.api, requests) if clients is None else ClosedLoop(self.api, requests, clients)
 
 
 def within(knobs: Knobs, limits: Mapping[str, tuple[float, float]]) -> dict[str, float]:

@@ -7,26 +7,25 @@ engine between prefill and decode. Nothing returns an SGLang to its user's setti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, RemoteError, refusal
-from live.driver import ClosedLoop, EngineApi, EngineRequest, OpenLoop
-from live.engines.engine import Knobs, Orders, Reading, within
+from live.driver import EngineApi
+from live.engines.engine import HttpEngine, Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
 
 ROLES: Final = ("prefill", "decode")
 BATCH: Final = "pp_max_micro_batch_size"
 
 
-class SglangEngine:
+class SglangEngine(HttpEngine):
     """An SGLang server, started with ``--enable-metrics``."""
 
     name = "sglang"
-    seconds_pass = True
 
     def __init__(self, api: EngineApi) -> None:
-        self.api = api.check()
+        super().__init__(api)
         self.read()
         info = self.info()
         self._most = int(info.get("max_running_requests") or self._state(info).get("max_running_requests") or 0)
@@ -81,9 +80,6 @@ class SglangEngine:
         if not isinstance(answer, dict) or not answer.get("success"):
             raise RemoteError(f"SGLang did not become {role}: {answer}")
         return str(answer.get("old_role"))
-
-    def load(self, requests: Sequence[EngineRequest], clients: int | None = None) -> OpenLoop:
-        return OpenLoop(self.api, requests) if clients is None else ClosedLoop(self.api, requests, clients)
 
     @staticmethod
     def _state(info: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from inferencegym.errors import InvalidConfigError, RemoteError
-from live.driver import ClosedLoop, EngineApi, EngineRequest, OpenLoop
-from live.engines.engine import Knobs, Orders, Reading, within
+from inferencegym.errors import InvalidConfigError
+from live.driver import EngineApi
+from live.engines.engine import HttpEngine, Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
 from live.engines.order_file import OrderFile
 from live.engines.vllm_server import PLUGIN
@@ -19,7 +18,7 @@ PROTOCOL: Final = 2
 """Version of the control file's form, which the scheduler class states."""
 
 
-class VllmEngine:
+class VllmEngine(HttpEngine):
     """A vLLM server. Without ``control_file`` it is observed only.
 
     The control file is that of the scheduler class in ``live/engines/vllm_plugin``, so the engine runs on this machine
@@ -28,10 +27,9 @@ class VllmEngine:
     """
 
     name = "vllm"
-    seconds_pass = True
 
     def __init__(self, api: EngineApi, control_file: Path | None = None) -> None:
-        self.api = api.check()
+        super().__init__(api)
         self._file = control_file
         self._orders = None if control_file is None else OrderFile(control_file)
         self.read()
@@ -93,22 +91,6 @@ class VllmEngine:
             )
         limits = self.limits()
         self._orders.write(Orders(within(orders.knobs, limits), orders.until, within(orders.then or {}, limits)))
-
-    def load(self, requests: Sequence[EngineRequest], clients: int | None = None) -> OpenLoop:
-        return OpenLoop(self.api, requests) if clients is None else ClosedLoop(self.api, requests, clients)
-
-    def wait_until_applied(self, limit_s: float = 10.0) -> Mapping[str, Any]:
-        """Wait until the engine has read the file; an idle engine reads it with the next request. Returns its state."""
-        assert self._orders is not None
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            state = self._state()
-            if state["file_version"] == self._orders.version():
-                if state["problem"]:
-                    raise RemoteError(f"the engine refused {self._file}: {state['problem']}")
-                return state
-            time.sleep(0.05)
-        raise RemoteError(f"the engine has not read {self._file} for {limit_s:g} s: is it idle, or gone?")
 
     def _state(self) -> dict[str, Any]:
         path = Path(f"{self._file}.state")

@@ -53,7 +53,7 @@ def test_the_scheduler_class_says_what_it_can_set_and_follows_the_file(scheduler
         assert scheduler.max_num_active_reqs == 8
         assert scheduler.max_num_scheduled_tokens == 256
         assert set(scheduler.dynamic_sd_lookup) == {2}
-        assert engine.wait_until_applied()["in_force"]["batch_size"] == 8
+        assert engine.in_force()["batch_size"] == 8
         engine.set(Orders({"spec_length": 4}))
         scheduler.schedule()
         assert scheduler.dynamic_sd_lookup is None  # as the engine was started
@@ -111,13 +111,6 @@ def test_a_damaged_control_file_returns_the_engine_to_its_users_setting(
     scheduler.schedule()
     assert scheduler.max_num_active_reqs == 8
     assert json.loads(Path(f"{control}.state").read_text())["problem"] == ""
-
-
-def test_a_refused_control_file_is_reported_to_whoever_waits(scheduler: Any, control: Path) -> None:
-    control.write_text("{")
-    scheduler.schedule()
-    with StandIn(dict(VLLM_SERIES)) as server, pytest.raises(RemoteError, match="refused"):
-        VllmEngine(EngineApi(server.url), control).wait_until_applied()
 
 
 def test_an_error_of_the_scheduler_class_itself_leaves_the_users_setting(scheduler: Any, control: Path) -> None:

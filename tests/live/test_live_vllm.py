@@ -60,9 +60,10 @@ def api(server: VllmServer) -> EngineApi:
 def engine(server: VllmServer, api: EngineApi) -> VllmEngine:
     """The engine, idle and wide open."""
     found = VllmEngine(api, server.control_file)
-    found.set(Orders({name: high for name, (_, high) in found.limits().items()}))
+    wide_open = {name: high for name, (_, high) in found.limits().items()}
+    found.set(Orders(wide_open))
     play_open(found.api, [EngineRequest(0.0, 8, 1)])  # with which an idle engine reads its orders
-    found.wait_until_applied()
+    until(lambda: found.in_force().items() >= wide_open.items())
     return found
 
 
