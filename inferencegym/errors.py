@@ -66,9 +66,9 @@ class UnknownField(str):
     __slots__ = ()
 
 
-def did_you_mean(name: object, known: Iterable[object], otherwise: str) -> str:
+def did_you_mean(name: object, known: Iterable[object], otherwise: str, cutoff: float = 0.6) -> str:
     """``otherwise``, a clause that lists what is known, after the known name that was probably meant, if any is."""
-    near = get_close_matches(short_text(str(name)), [str(one) for one in known], n=1)
+    near = get_close_matches(short_text(str(name)), [str(one) for one in known], 1, cutoff)
     return f"did you mean {near[0]}? {otherwise[0].upper()}{otherwise[1:]}" if near else otherwise
 
 

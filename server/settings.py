@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import ipaddress
 import math
 import os
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from pydantic.fields import FieldInfo
 
 from env.families import FAMILIES, SERVING
-from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.errors import DataFormatError, InvalidConfigError, did_you_mean
 from inferencegym.files import make_folder
 from inferencegym.messages import Allowed
 
@@ -331,8 +330,8 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     known = {_variable(name) for name in Settings.model_fields} | READ_ELSEWHERE
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.85)
-            allowed = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(sorted(known))}"
+            # All names begin alike, so a guess needs more in common than elsewhere.
+            allowed = did_you_mean(variable, known, f"allowed are {', '.join(sorted(known))}", cutoff=0.85)
             raise InvalidConfigError(f"{variable} is not a setting: {allowed}", variable)
 
 
