@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -134,9 +133,7 @@ class Workers:
         self._ray.init(address=self._address, ignore_reinit_error=True, **(options if self._address is None else {}))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ray.shutdown()
 
     def fragments(

@@ -6,7 +6,6 @@ Needs httpx and numpy, but no simulator.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -134,9 +133,7 @@ class InferenceGymBatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self, body: Mapping[str, Any]) -> dict[str, Any]:
