@@ -176,18 +176,26 @@ def cards() -> str:
 
 
 def catalogue() -> str:
-    """The shipped tables, with the support of their decode and prefill time."""
+    """The shipped tables, with the shares of their decode and prefill time that measurements support."""
     from inferencegym.tasks import table_index
 
-    parts = ("measured", "interpolated", "modelled", "extrapolated")
-    lines = [f"| table | cards | precision | {' | '.join(parts)} |", "|---|---|---|---|---|---|---|"]
+    parts = ("decode", "prefill")
+    lines = [
+        f"| table | cards | precisions | {' | '.join(f'{part}, measured or interpolated' for part in parts)} |",
+        "|" + "---|" * 5,
+    ]
     for name, entry in table_index().items():
-        for tier in entry["tiers"]:
-            shares = [entry["time_shares"].get(f"{tier} {part}") for part in ("decode", "prefill")]
-            if None in shares:
-                continue  # tables built from the measured files count cells, in a block of their own
-            cells = " | ".join(f"{shares[0][p]:.0%} / {shares[1][p]:.0%}" for p in parts)
-            lines.append(f"| `{name}` | {entry['cards_per_replica']} | {tier} | {cells} |")
+        shares, tiers = entry["time_shares"], entry["tiers"]
+        if f"{tiers[0]} decode" not in shares:
+            continue  # tables built from the measured files count cells, in a block of their own
+        supported = (
+            ", ".join(
+                f"{share['measured'] + share['interpolated']:.0%}"
+                for share in (shares[f"{tier} {part}"] for tier in tiers)
+            )
+            for part in parts
+        )
+        lines.append(f"| `{name}` | {entry['cards_per_replica']} | {', '.join(tiers)} | {' | '.join(supported)} |")
     return "\n".join(lines)
 
 
@@ -458,39 +466,6 @@ def _value(value: float | list[int]) -> str:
     return " and ".join(map(str, value)) if isinstance(value, list) else f"{value:,}"
 
 
-def fidelity_in_short() -> str:
-    """Held-out median errors against a real A100 with vLLM, and how much of the default table was measured."""
-    result = json.loads((RESULTS / "fidelity.json").read_text(encoding="utf-8"))
-    groups = {
-        "0.20.1 BF16, held out": "vLLM 0.20.1, BF16",
-        "0.7.3 BF16, held out": "vLLM 0.7.3, BF16",
-        "0.20.1 quantised (eager)": "vLLM 0.20.1, quantised (ran without CUDA graphs)",
-        "0.7.3 quantised, held out": "vLLM 0.7.3, quantised",
-    }
-    quantities = ("TTFT p50", "TTFT p99", "TPOT", "throughput")
-    medians = {
-        (e["group"], e["quantity"]): f"{e['median']:.1%} ({e['points']})"
-        for e in result["dynamics"]["Environment (1 s steps)"]["hardware"]
-    }
-    lines = [
-        f"| median error on held-out runs (points) | {' | '.join(quantities)} |",
-        "|---|" + "---|" * len(quantities),
-        *(f"| {title} | {' | '.join(medians[group, q] for q in quantities)} |" for group, title in groups.items()),
-    ]
-    cells = result["coverage"]
-    share = {kind: f"{value:.1%}" for kind, value in cells["all"].items()}
-    tiers = (f"{cells[tier]['measured']:.1%} of {tier}" for tier in cells if tier != "all")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Only {share['measured']} of the kernel timings in the default table are direct measurements "
-            f"({', '.join(tiers)}); {share['interpolated']} are interpolated between measurements, "
-            f"{share['modelled']} come from a model and {share['extrapolated']} are extrapolated.",
-        ]
-    )
-
-
 def written(name: str) -> Callable[[], str]:
     """Block with the text of a benchmark's result file, up to its details."""
 
@@ -504,11 +479,10 @@ def written(name: str) -> Callable[[], str]:
 
 
 BENCHMARKS = (
-    "autoscalers", "card_split", "ceilings", "engine_fidelity", "fidelity", "grpo", "hardware_fidelity",
-    "integrations", "learning", "live_drafts", "live_drafts_clients", "live_drafts_gpu", "live_first_come",
-    "live_policies", "live_real_text", "neighbours", "open_fidelity", "performance", "plain_learners",
-    "planned_engine", "policy_fidelity", "ray", "rollouts", "rollouts_fidelity", "rollouts_policies", "routers",
-    "transfer",
+    "autoscalers", "card_split", "ceilings", "fidelity", "grpo", "hardware_fidelity", "integrations", "learning",
+    "live_drafts", "live_drafts_clients", "live_drafts_gpu", "live_first_come", "live_policies", "live_real_text",
+    "neighbours", "open_fidelity", "performance", "plain_learners", "planned_engine", "policy_fidelity", "ray",
+    "rollouts", "rollouts_policies", "routers", "transfer",
 )  # fmt: skip
 """Result files that a block of the same name shows, with dashes."""
 
@@ -531,7 +505,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "task-keys": task_keys,
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
-    "fidelity-in-short": fidelity_in_short,
     "ppo-settings": ppo_settings,
     "scores": scores,
     "results": written("tasks"),

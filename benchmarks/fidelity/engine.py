@@ -255,7 +255,7 @@ def most_at_once(begin: FloatArray, end: FloatArray) -> int:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Section of the document."""
+    """The report as Markdown."""
     times = EngineTimes.of_dict(result["times"])
     lines = [
         "<!-- written by benchmarks/fidelity/engine.py; do not edit -->",

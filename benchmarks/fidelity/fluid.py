@@ -216,14 +216,14 @@ def markdown(result: dict[str, Any]) -> str:
         ]
     parts += [
         *layers.pop(ENVIRONMENT),
-        "**The discrete-event reference against that hardware** (rows that its profiles were fitted to included)",
-        _grid(result["reference_itself"]),
-        "**Kernel model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
-        _operators(result["operators"]),
         "**Errors that other simulators state** (on their own hardware, models and loads, with their own measure: "
         "the rows cannot be ranked)",
         _other_simulators(result["dynamics"]),
         "<!-- details -->",
+        "**The discrete-event reference against that hardware** (rows that its profiles were fitted to included)",
+        _grid(result["reference_itself"]),
+        "**Kernel model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
+        _operators(result["operators"]),
         *chain.from_iterable(layers.values()),
         "**Coverage of the table's cells**",
         _table(
@@ -252,7 +252,7 @@ def _other_simulators(layers: dict[str, Any]) -> str:
                 f"p50 {median['TTFT p50']}, p99 {median['TTFT p99']}",
                 median["TPOT"],
                 f"makespan {median['makespan']}, throughput {median['throughput']}",
-                "the tables above",
+                "this report",
             )
         )
     return _table(("simulator", "TTFT", "TPOT", "other", "source"), [*rows, *CLAIMS])

@@ -67,11 +67,6 @@ LEAST_FIGURES = 10
 GOALS = {"TPOT": 0.10, "throughput": 0.08, "makespan": 0.06}
 TTFT_GOALS = {"TTFT p50": 0.25, "TTFT p99": 0.25}
 """Goals for engines whose host overhead is known."""
-CLAIM = (
-    "For comparison: NVIDIA states for its own simulator, AISimulate, a mean absolute error of 30.1% for TPOT and of "
-    "76.1% for TTFT on 759 measured points ([accuracy overview](https://github.com/ai-dynamo/aisimulate/pull/216), "
-    "second-hand, of other rows and models, and a mean is larger than a median)."
-)
 
 Ratios = dict[str, dict[tuple[str, str], dict[str, list[float]]]]
 
@@ -171,7 +166,6 @@ def markdown(found: dict[str, Any]) -> str:
         _goals(found["silicon_vllm_by_card"], GOALS),
         "Medians of all rows, TensorRT-LLM and SGLang included:",
         _goals(found["silicon_by_card"], GOALS),
-        CLAIM,
         "<!-- details -->",
         "**The served loads by engine version and precision, calibration rows included**",
         _table(found["accelmark_by_group"], ("card", "group")),

@@ -412,10 +412,12 @@ def markdown(found: dict[str, Any]) -> str:
         [{**row, "model": SERVED.get(row["card"], row["model"])} for row in found[part]] for part in ("groups", "runs")
     )
     head = ("split", "card", "model", "band", "runs")
-    errors = []
+    tested: list[list[Any]] = []
+    fitted: list[list[Any]] = []
     for row in rows:
         cells = [f"{100 * row[q]['median']:.0f}%, {100 * row[q]['bias']:+.0f}%" if q in row else "" for q in QUANTITIES]
-        errors.append([*(row[name] for name in head), *cells])
+        part = fitted if row["split"] in ("fit", SERVER_SPLIT) else tested
+        part.append([*(row[name] for name in head), *cells])
     within = []
     for split, counts in found["covered"].items():
         total = {part: sum(count[part] for count in counts.values()) for part in ("covered", "figures")}
@@ -435,13 +437,17 @@ def markdown(found: dict[str, Any]) -> str:
             "Median of the absolute error, and bias (mean error, positive where the simulation is larger). Bands count "
             "the requests that a replica decodes at a time: *light* up to 8, *knee* 9 to 64, *saturated* more.",
             "",
-            *table((*head, *QUANTITIES), errors),
+            *table((*head, *QUANTITIES), tested),
             "",
             "Measured latencies within the simulated one times the 90% bound of plans:",
             "",
             *table(("split", *LATENCIES, "all"), within),
             "",
             "<!-- details -->",
+            "",
+            "The same errors of the runs that the bounds and the times of the API server were fitted to:",
+            "",
+            *table((*head, *QUANTITIES), fitted),
             "",
             "Every run, measured / simulated (ms, tokens/s):",
             "",

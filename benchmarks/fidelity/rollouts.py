@@ -118,7 +118,7 @@ def sessions_of(work: Row, block_tokens: int, client_ms: float, seed: int | None
 
 
 def markdown(engine: Sequence[tuple[Row, Row]], scheduler: Sequence[tuple[Row, Row]]) -> str:
-    """Section of the document: vLLM / simulator, with means over repeats of the engine."""
+    """The report as Markdown: vLLM / simulator, with means over repeats of the engine."""
     lines = [
         "<!-- written by benchmarks/fidelity/rollouts.py; do not edit -->",
         "",
