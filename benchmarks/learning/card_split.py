@@ -193,9 +193,9 @@ def markdown(found: dict[str, Any]) -> str:
         for run in own
     ]  # fmt: skip
     lines += table(("agent", *heads), scores)
-    lines += ["", "What PPO trained on three cards scores more than each, paired by draw:", ""]
+    lines += ["", "<!-- details -->", "", "What PPO trained on three cards scores more than each, paired by draw:", ""]
     lines += table(("over", *heads), over)
-    lines += ["", "<!-- details -->", "", "Every run:", ""]
+    lines += ["", "Every run:", ""]
     lines += table(("trained on", "training seed", "steps", "seconds", *COLUMNS), each)
     return "\n".join(lines) + "\n"
 
