@@ -92,8 +92,8 @@ def ablation(task: TaskSpec) -> list[dict[str, Any]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    parts = [scores_table(result), differences_table(result), confirmation_table(result)]
-    return "\n\n".join([*parts, ablation_table(result["ablation"])]) + "\n"
+    shown = (scores_table(result), ablation_table(result["ablation"]))
+    return "\n\n".join([*shown, "<!-- details -->", differences_table(result), confirmation_table(result)]) + "\n"
 
 
 def scores_table(result: dict[str, Any]) -> str:
