@@ -75,20 +75,17 @@ CHOICE: Final = BeforeValidator(_no_flag)
 """Annotation of literal numbers, which refuses booleans: Python counts True as 1."""
 
 
-def read(
-    model: type[M], value: object, refusal: Refusal, at: str = "", missing: object = MISSING, whole: str = "body"
-) -> M:
+def read(model: type[M], value: object, refusal: Refusal, at: str = "", whole: str = "body") -> M:
     """Validate ``value`` as a message of class ``model``.
 
     Raises the exception that ``refusal`` makes for the first invalid field; ``at`` is put before the field's path.
-    ``missing`` is passed to ``refusal`` as the value of a required field that is missing, and ``whole`` as the field's
-    name if the value itself is not an object.
+    ``whole`` is the field's name if the value itself is not an object.
     """
     refuse_many_unknown(model, value, refusal, at)
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise explain(model, error.errors(include_url=False), refusal, at, missing, whole) from None
+        raise explain(model, error.errors(include_url=False), refusal, at, whole) from None
 
 
 def refuse_many_unknown(model: type[BaseModel], value: object, refusal: Refusal, at: str = "") -> None:
@@ -109,7 +106,6 @@ def explain(
     problems: Sequence[ErrorDetails],
     refusal: Refusal,
     at: str = "",
-    missing: object = MISSING,
     whole: str = "body",
 ) -> Exception:
     """The exception for pydantic's errors; arguments as for :func:`read`.
@@ -134,7 +130,7 @@ def explain(
         key = str(context["discriminator"]).strip("'")
         return refusal(_path(at, (*path, key)), found[key], _allowed_tags(context["expected_tags"]))
     if problem["type"] == "missing":
-        found = missing
+        found = MISSING
     if not path and not at:
         return refusal(whole, found, allowed_object(model))
     return refusal(_path(at, path), found, allowed_words(model, loc))

@@ -62,14 +62,14 @@ def level_name(tables: ServingTables, tier: int, spec_index: int, requests: floa
     return LEVELS[support_map(tables).level(tier, spec_index, requests, context_tokens)]
 
 
-def fleet_support(fleet: ServingFleet, row: int = 0) -> int:
-    """Support of the operator times that the last step of one row used: an index into ``LEVELS``."""
+def fleet_support(fleet: ServingFleet) -> int:
+    """Support of the operator times that the last step of the first row used: an index into ``LEVELS``."""
     state = fleet.state.rows
     return support_map(fleet.params.tables).level(
-        fleet.tier.item(row),
-        fleet.spec_index.item(row),
-        state["resident"].item(row),
-        state["context_tokens"].item(row),
+        fleet.tier.item(0),
+        fleet.spec_index.item(0),
+        state["resident"].item(0),
+        state["context_tokens"].item(0),
     )
 
 

@@ -113,13 +113,13 @@ def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress =
     )
 
 
-def constants_alone(task: TaskSpec, budget: Budget | None = None) -> Solved:
+def constants_alone(task: TaskSpec) -> Solved:
     """Measure a task's constants by constant actions alone, in the fluid model: seconds, and no policy is searched.
 
     The optimum is the highest throughput of a constant action. For a task on a table other than its own.
     """
     began = time.perf_counter()
-    budget = replace(budget or QUICK, finalists=1)
+    budget = replace(QUICK, finalists=1)
     price = measure_price(task)
     floor, _ = measure_throughput_of(task, batch_one(), price)
     solver = Solver(task, Calibration(floor, floor + 1.0, 1.0, price), objective=throughput, budget=budget)

@@ -20,10 +20,10 @@ SEEDS: Final = TRAINING_SEEDS[:4]
 """Each action plays these, so that a lucky load does not decide."""
 
 
-def random_search(task: TaskSpec, calibration: Calibration, seed: int = 0) -> tuple[FloatArray, float]:
+def random_search(task: TaskSpec, calibration: Calibration) -> tuple[FloatArray, float]:
     """The best of the random constant actions (5,), and its mean grade on :data:`SEEDS`."""
     n_actions = max(1, STEPS // (task.episode_length * len(SEEDS)))
-    actions = random_settings(n_actions, task, seed)
+    actions = random_settings(n_actions, task)
     grades = Solver(task, calibration).values_of_actions(actions, SEEDS)
     best = int(grades.argmax())
     return actions[best], float(grades[best])

@@ -72,9 +72,9 @@ class JsonReply(Response):
         await send({"type": f"{kind}.body", "body": self.body})
 
 
-def reply(value: object, status_code: int = 200, headers: RawHeaders = ()) -> JsonReply:
+def reply(value: object, headers: RawHeaders = ()) -> JsonReply:
     """``value`` as a JSON answer."""
-    return JsonReply(to_json(value), status_code, headers)
+    return JsonReply(to_json(value), headers=headers)
 
 
 def to_json(value: object) -> bytes:

@@ -40,14 +40,14 @@ def write_line(entry: dict[str, Any]) -> None:
         sys.stderr.flush()
 
 
-def logging_config(level: str = "INFO") -> dict[str, Any]:
+def logging_config() -> dict[str, Any]:
     """Configuration for :func:`logging.config.dictConfig`: everything as JSON on standard error."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"json": {"()": JsonFormatter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stderr"}},
-        "root": {"level": level, "handlers": ["stderr"]},
+        "root": {"level": "INFO", "handlers": ["stderr"]},
         # Requests are logged by the server's own middleware, with their session and duration.
         "loggers": {name: {"level": "WARNING"} for name in ("uvicorn.access", "uvicorn.websocket")},
     }

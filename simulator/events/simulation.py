@@ -94,7 +94,7 @@ class SessionRun:
     then stays in the cache and occupies its part of the pool.
     """
 
-    def __init__(self, fleet: Fleet, sessions: Sessions, seed: int = 0) -> None:
+    def __init__(self, fleet: Fleet, sessions: Sessions) -> None:
         if fleet.replicas != 1 or fleet.disaggregated:
             raise InvalidConfigError("sessions are served by one replica that prefills and decodes")
         # Sessions share whole blocks; the rest of the system prompt is part of each conversation.
@@ -104,7 +104,7 @@ class SessionRun:
         # A pool that cannot hold the system prompt serves no session: each one is refused at its first turn.
         pool_tokens = max(fleet.block_tokens, fleet.kv_pool_tokens - sessions.shared_tokens)
         self.sessions, self._pool_blocks = sessions, fleet.pool_blocks(fleet.kv_pool_tokens)
-        self.simulation = simulation = Simulation(replace(fleet, kv_pool_tokens=pool_tokens), sessions.turns, seed, 0)
+        self.simulation = simulation = Simulation(replace(fleet, kv_pool_tokens=pool_tokens), sessions.turns, clients=0)
         simulation.share_times()
         self.state, self._loop = simulation.state, simulation.loop
         simulation.add_sessions(sessions)

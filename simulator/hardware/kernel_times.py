@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -189,14 +188,14 @@ def _decode_attention(kernels: KernelTimes) -> FloatArray:
     return np.array([[kernels.decode_attention(n, 2 << j) for j in range(LAST_CONTEXT)] for n in ATTENTION_BATCHES])
 
 
-def write_operators(tables: Iterable[tuple[str, Sequence[KernelTimes]]], path: Path = ARCHIVE) -> None:
+def write_operators(tables: Iterable[tuple[str, Sequence[KernelTimes]]]) -> None:
     """Pack the operators of tables, given by checksum and precisions, into one archive."""
     packed: dict[str, NDArray[np.float32]] = {}
     for digest, tiers in tables:
         every = [listed(kernels) for kernels in tiers]
         packed |= {f"{digest}/{name}": np.array([one[name] for one in every], dtype=np.float32) for name in every[0]}
         packed[f"{digest}/layers"] = np.array([kernels.layers for kernels in tiers], dtype=np.float32)
-    with atomic_write(path) as temporary, temporary.open("wb") as file:
+    with atomic_write(ARCHIVE) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **packed)  # type: ignore[arg-type]  # for all that mypy knows, one is allow_pickle
 
 

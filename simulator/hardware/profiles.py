@@ -104,9 +104,9 @@ def engine(name: str | EngineProfile) -> EngineProfile:
     return EngineProfile(name=name, **_entry("engines", name))
 
 
-def fleet_changes(name: str = "vllm") -> FleetChanges:
-    """Return the times that it takes to change a fleet of the engine of that name."""
-    return FleetChanges(name=name, **_entry("changes", name))
+def fleet_changes() -> FleetChanges:
+    """Return the times that it takes to change a fleet of vLLM."""
+    return FleetChanges(name="vllm", **_entry("changes", "vllm"))
 
 
 def engine_of_file(path: Path) -> EngineProfile:

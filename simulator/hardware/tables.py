@@ -292,7 +292,7 @@ def _not_a_table(path: str, why: str) -> TableError:
     return TableError(f"{path} is not a lookup table: {why}; rebuild it with `inferencegym build-table`")
 
 
-def write_archive(tables: Iterable[Path], path: Path = ARCHIVE) -> None:
+def write_archive(tables: Iterable[Path]) -> None:
     """Pack the columns and metadata of parquet tables into one archive."""
     packed: dict[str, NDArray[Any]] = {}
     for table in tables:
@@ -300,7 +300,7 @@ def write_archive(tables: Iterable[Path], path: Path = ARCHIVE) -> None:
         columns, meta = read_columns(str(table))
         packed |= {f"{digest}/{name}": column for name, column in columns.items()}
         packed[f"{digest}/{_META}"] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
-    with atomic_write(path) as temporary, temporary.open("wb") as file:
+    with atomic_write(ARCHIVE) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **packed)  # type: ignore[arg-type]  # for all that mypy knows, one is allow_pickle
 
 

@@ -95,10 +95,6 @@ def test_the_path_follows_the_name_of_the_whole() -> None:
     assert refused(7, at="drawing").startswith("drawing=7: an object with the fields")
 
 
-def test_a_field_that_is_not_there_can_be_told_from_null() -> None:
-    assert refused({"shape": {"kind": "circle"}}, missing="nothing").startswith("shape.radius='nothing'")
-
-
 def test_a_message_that_was_read_already_is_taken_as_it_is() -> None:
     drawing = Drawing(copies=2)
     assert read(Drawing, drawing, refusal) is drawing
