@@ -45,10 +45,6 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-ENV_NAME: Final = "inference_gym"
-"""Name of the serving environment in OpenEnv's manifest and Task API; OpenEnv derives class names from it."""
-TRAFFIC_ENV_NAME: Final = "traffic_controller"
-
 V = TypeVar("V")
 
 # ---------------------------------------------------------------- annotations made from the tables of fields

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from env.inference_env import InferenceEnv
-from inferencegym.client.openenv_types import ENV_NAME
 from server.app import create_app
 from server.settings import Settings
 
@@ -47,7 +46,7 @@ def requests(client: TestClient) -> dict[str, dict[str, Any]]:
         "/step/batch": {"session_id": ids["/reset/batch"], "actions": [[[1, 0, 1, 0, 0]]], "repeat": 1, "step": 1},
         "/close/batch": {"session_id": "none"},
         "/mcp": {"jsonrpc": "2.0", "method": "tools/list", "params": {"a": [1]}, "id": "one"},
-        f"/{ENV_NAME}/task": {"split": "train", "index": 0},
+        "/inference_gym/task": {"split": "train", "index": 0},
         "/traffic/reset": {"task_id": "task_easy", "seed": 1, "config": {"server_capacity": 100.0}},
         "/traffic/step": {"session_id": ids["/traffic/reset"], "action": {"action": "allow_all"}, "step": 1},
         "/traffic/grader": {"task_id": "task_easy", "episode_log": [{"timestep": 1, "action": {}, "metrics": {}}]},

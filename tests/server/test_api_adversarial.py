@@ -21,7 +21,6 @@ import websockets.sync.client
 from starlette.testclient import TestClient
 
 from env.inference_env import InferenceEnv
-from inferencegym.client.openenv_types import ENV_NAME, TRAFFIC_ENV_NAME
 from server.app import create_app
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
@@ -37,8 +36,8 @@ BODY_PATHS = [
     "/traffic/step",
     "/mcp",
     "/traffic/mcp",
-    *(f"/{ENV_NAME}/{name}" for name in ("tasks", "num_tasks", "task", "task_range")),
-    f"/traffic/{TRAFFIC_ENV_NAME}/task",
+    *(f"/inference_gym/{name}" for name in ("tasks", "num_tasks", "task", "task_range")),
+    "/traffic/traffic_controller/task",
 ]
 
 
@@ -209,8 +208,8 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(strict: RunningServer, p
     [
         ("/mcp", b'{"jsonrpc": "2.0", "method": "tools/list", "id": 1}', "jsonrpc"),
         ("/traffic/mcp", b'{"jsonrpc": "2.0", "method": "tools/list", "id": 1}', "jsonrpc"),
-        (f"/{ENV_NAME}/tasks", b'{"split": "train"}', "tasks"),
-        (f"/traffic/{TRAFFIC_ENV_NAME}/task", b'{"split": "train", "index": 0}', "task"),
+        ("/inference_gym/tasks", b'{"split": "train"}', "tasks"),
+        ("/traffic/traffic_controller/task", b'{"split": "train", "index": 0}', "task"),
     ],
 )
 def test_openenvs_paths_take_bodies_in_pieces(strict: RunningServer, path: str, body: bytes, key: str) -> None:

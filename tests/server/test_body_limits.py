@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from inferencegym.client.openenv_types import ENV_NAME
 from inferencegym.messages import MAX_DEPTH
 from inferencegym.models import ServeActionMessage
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
@@ -39,7 +38,7 @@ BOUNDS = {
     "/reset/batch": RESET_BOUNDS,
     "/step/batch": STEP_BOUNDS,
     "/mcp": SMALL,
-    f"/{ENV_NAME}/task": SMALL,
+    "/inference_gym/task": SMALL,
     "/traffic/step": SMALL,
 }
 
