@@ -31,7 +31,7 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
     budget is an episode's, and the step is observed), so its end is ``terminated``; ``max_episode_steps`` truncates.
 
     ``reward`` ("plan", "grade" or "score") and ``hold`` (seconds of a step) may be given here or in ``config``,
-    "scaled" only here (:func:`inferencegym.spaces.formats.reward_format`).
+    "scaled" and "bounded" only here (:func:`inferencegym.spaces.formats.reward_format`).
 
     ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.kernel.arrays.METRICS`; put together by
     :data:`simulator.kernel.arrays.OVER_SECONDS` where a step has several seconds), ``cost`` (B,), the requests that

@@ -243,8 +243,8 @@ def _manifest() -> Path:
 def learner_defaults(task_id: TaskId) -> dict[str, Any]:
     """Arguments of a task's id of version 2; docs/learning.md says what each of them does for a learner."""
     scales = get_task(task_id).fleet.max_replicas is not None
-    action, hold = ("replicas", 5) if scales else ("discrete", 20)
-    return {"observation": "full", "action": action, "reward": "scaled", "hold": hold}
+    action, reward, hold = ("replicas", "scaled", 5) if scales else ("discrete", "bounded", 20)
+    return {"observation": "full", "action": action, "reward": reward, "hold": hold}
 
 
 FAMILY: Final = Family(

@@ -365,20 +365,25 @@ RewardFormat = Callable[[FloatArray, EpisodeConfig], FloatArray]
 def reward_format(reward: str | None) -> tuple[RewardFormat, str | None]:
     """How a learner's rewards are made, and the kind of reward that the episode plays (None: that of ``config``).
 
-    ``"scaled"`` is the share s of the episode's grade that the reward ``"grade"`` adds (divided by the episode's
-    seconds), as s / sqrt(1 + s^2) in [-1, 1]: near 0 it is s, so that an episode without overload returns its score.
-    Other kinds stay as they are. Raises :class:`InvalidConfigError` for an unknown one.
+    ``"scaled"`` and ``"bounded"`` put x / sqrt(1 + x^2), in [-1, 1], in place of the reward ``"grade"``. For
+    ``"scaled"``, x is the step's share of the score (the grade divided by the episode's seconds), so that an episode
+    without overload returns its score. For ``"bounded"``, x is the grade of the step alone (divided by its seconds), so
+    that a step of overload costs no more than two or three good ones. Other kinds stay as they are. Raises
+    :class:`InvalidConfigError` for an unknown one.
     """
-    if reward not in (None, "plan", "grade", "score", "scaled"):
-        raise refusal("reward", reward, "one of plan, grade, score, scaled")
-    return (_share, "grade") if reward == "scaled" else (_unchanged, reward)
+    if reward not in (None, "plan", "grade", "score", "scaled", "bounded"):
+        raise refusal("reward", reward, "one of plan, grade, score, scaled, bounded")
+    if reward == "scaled":
+        return (lambda grades, config: _squashed(grades / config.episode_length)), "grade"
+    if reward == "bounded":
+        return (lambda grades, config: _squashed(grades / config.hold)), "grade"
+    return _unchanged, reward
 
 
-def _share(reward: FloatArray, config: EpisodeConfig) -> FloatArray:
-    share = reward / config.episode_length
+def _squashed(x: FloatArray) -> FloatArray:
     # Smooth: clipped, all steps of an overloaded fleet would look the same.
-    scaled: FloatArray = share / np.sqrt(1.0 + share * share)
-    return scaled
+    squashed: FloatArray = x / np.sqrt(1.0 + x * x)
+    return squashed
 
 
 def _unchanged(reward: FloatArray, _config: EpisodeConfig) -> FloatArray:

@@ -88,7 +88,7 @@ def test_the_second_version_of_an_id_differs_in_the_defaults_for_learners_alone(
     second = gymnasium.make(ig.registered_id(task.gym_id, 2))
     first = gymnasium.make(ig.registered_id(task.gym_id), **usual)
     rows = gymnasium.make_vec(ig.registered_id(task.gym_id, 2), num_envs=2)
-    length = second.unwrapped.config.episode_length
+    seconds = second.unwrapped.config.episode_length if scales else 20
     assert second.observation_space == first.observation_space == rows.single_observation_space
     seen, _ = second.reset(seed=4)
     np.testing.assert_array_equal(seen, first.reset(seed=4)[0])
@@ -97,19 +97,23 @@ def test_the_second_version_of_an_id_differs_in_the_defaults_for_learners_alone(
         action = first.action_space.sample()
         (seen, reward, *_), (other, share, *_) = second.step(action), first.step(action)
         np.testing.assert_array_equal(seen, other)
-        assert reward == pytest.approx(share / math.hypot(length, share), rel=1e-12)
+        assert reward == pytest.approx(share / math.hypot(seconds, share), rel=1e-12)
         assert rows.step(np.stack([action, action]))[1][1] == reward
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=5))
-def test_a_scaled_reward_is_bounded_and_keeps_the_order_of_rewards(rewards: list[float]) -> None:
-    scale, kind = reward_format("scaled")
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=5), st.sampled_from(["scaled", "bounded"]))
+def test_a_squashed_reward_is_bounded_and_keeps_the_order_of_rewards(rewards: list[float], reward: str) -> None:
+    scale, kind = reward_format(reward)
     scaled = scale(np.sort(np.array(rewards)), get_task(3).config())
     assert kind == "grade"
     assert (np.abs(scaled) <= 1.0).all()
     assert (np.diff(scaled) >= 0.0).all()
-    # Two seconds of the best grade add a hundredth of an episode of 200 seconds.
-    assert scale(np.array(2.0), get_task(3).config()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_two_seconds_of_the_best_grade_are_a_hundredth_of_the_score_and_a_step_of_their_own() -> None:
+    config = get_task(3).config({"hold": 2})
+    assert reward_format("scaled")[0](np.array(2.0), config) == pytest.approx(0.01, rel=1e-4)
+    assert reward_format("bounded")[0](np.array(2.0), config) == pytest.approx(math.sqrt(0.5))
 
 
 def test_an_id_with_the_module_before_it_needs_no_import() -> None:
