@@ -13,9 +13,9 @@ export const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} 
 
 export const score = (value) => value.toFixed(3);
 
-export function mean(values) {
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0;
-}
+export const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+export const mean = (values) => (values.length ? sum(values) / values.length : 0);
 
 const PARTS = { slo: "few violations", ttft: "first token", cost: "low cost", gpus: "few replicas", churn: "few changes" }; // of a score
 

@@ -4,11 +4,11 @@ import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
 import { MAX_SEED, announce, copy, download, el, field, fill, isSeed, problem, seedOf, select } from "./dom.js";
-import { compact, mean, percent, score as shownScore, words } from "./format.js";
+import { compact, mean, percent, score as shownScore, sum, words } from "./format.js";
 import { Knobs, hints, knobsOf } from "./knobs.js";
 import { handed, keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
-import { explained, placeOf, scoreBoard } from "./score.js";
+import { costOf, explained, mostLost, placeOf, scoreBoard, summed } from "./score.js";
 import { Strip, shown } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
@@ -463,9 +463,28 @@ class Race {
     if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
     else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
     else {
-      const late = this.mine.observation.slo_violation_rate.at(-1), many = advice && late > LATE;
-      fill(this.about, el("strong", { class: soon || many ? "soon" : "", text: `${clock}${many ? `${percent(late)} of the requests are late now. ` : ""}` }), advice);
+      const worst = this.overloads().at(-1), on = worst?.to === played;
+      fill(this.about, el("strong", { class: soon || on ? "soon" : "", text: `${clock}${on ? this.warning(worst) : ""}` }), advice);
     }
+  }
+
+  /** An overload that goes on, in words. */
+  warning({ from, to, cost }) {
+    const { replicas, replicas_ready: ready } = this.mine.fleet, loading = replicas.at(-1) - ready.at(-1);
+    const price = cost >= LEAST ? `, which has cost ${shownScore(cost)} of your score so far` : "";
+    return `Overloaded for ${to - from} s: ${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late${price}. ${loading > 0 ? `Loading: ${counted(loading, "replica")}. ` : ""}`;
+  }
+
+  /** Stretches in which many requests were late: seconds `from` + 1 to `to`, the share that was `late`, and their `cost` in score. */
+  overloads() {
+    const { parts, metrics: { slo_violations: violations }, observation } = this.mine, found = [];
+    const late = observation.slo_violation_rate.slice(1), costs = costOf(violations, parts, this.task, this.length);
+    late.forEach((share, i) => {
+      if (share <= LATE) return;
+      if (i - found.at(-1)?.to < TREND_S) found.at(-1).to = i + 1;
+      else found.push({ from: i, to: i + 1 });
+    });
+    return found.map(({ from, to }) => ({ from, to, late: mean(late.slice(from, to)), cost: costs(sum(violations.slice(from, to))) }));
   }
 
   /** Ask the server for a hint: the move to make now. */
@@ -587,7 +606,9 @@ class Race {
           this.phase = "paused";
           break;
         }
-        if (this.speed <= FOLLOWED && !this.seeking && this.mine.reward.length % Math.round(this.length / HINTS) === 1) this.seek();
+        const [before, late] = this.mine.observation.slo_violation_rate.slice(-2), overloaded = before <= LATE && late > LATE;
+        if (overloaded) announce(`Second ${this.mine.reward.length}: overloaded, ${percent(late)} of the requests are late.`);
+        if (this.speed <= FOLLOWED && !this.seeking && (overloaded || this.mine.reward.length % Math.round(this.length / HINTS) === 1)) this.seek();
         played.push(performance.now());
         if (played.length > PACE_SECONDS) played.shift();
         this.pace = played.length < 5 ? this.speed : 1000 * (played.length - 1) / (played.at(-1) - played[0]);
@@ -717,7 +738,7 @@ class Race {
     this.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : score === toBeat ? "level" : ""}`;
     fill(this.result,
       el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
-      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${this.lateness()}${this.isConstant && grade.score <= this.best.episode.score ? this.constantly() : ""}` }), advice);
+      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${this.why(grade)}${this.isConstant && grade.score <= this.best.episode.score ? this.constantly() : ""}` }), advice);
     fill(this.onward, share, onward);
     fill(this.places, scoreBoard(places), el("div", { class: "buttons" },
       el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${this.task.id}-seed-${this.seed}.json`, log) } }),
@@ -761,16 +782,27 @@ class Race {
     return scores;
   }
 
-  /** When most requests were late, in words. */
-  lateness() {
-    const late = this.mine.observation.slo_violation_rate.slice(1);
-    let [from, to] = [0, 0];
-    late.forEach((share, i) => {
-      if (share <= LATE) return;
-      const since = late.findLastIndex((each, before) => before < i && each <= LATE) + 1;
-      if (i + 1 - since > to - from) [from, to] = [since, i + 1];
-    });
-    return to - from >= TREND_S ? `Worst from second ${from + 1} to ${to}: ${percent(mean(late.slice(from, to)))} of the requests were late. ` : "";
+  /** Why the score is not higher: its parts where they add up to nothing, the worst overload, and on what else most was lost. */
+  why(grade) {
+    const told = grade.score < LEAST ? [summed(grade.breakdown, this.task.grade)] : [];
+    const overloads = this.overloads().filter(({ from, to }) => to - from >= TREND_S).sort((a, b) => b.cost - a.cost || b.to - b.from - (a.to - a.from));
+    const [worst, ...others] = overloads, lost = mostLost({ ...this.mine, ...grade }, this.best.episode, this.task);
+    if (worst) {
+      const { from, to, late, cost } = worst, rest = others.length ? ` (${counted(others.length, "other overload")} cost less)` : "";
+      told.push(`From second ${from + 1} to ${to}, ${percent(late)} of the requests were late${cost >= LEAST ? `: that cost ${shownScore(cost)} of the score${rest}` : ""}.`, this.sooner(worst));
+    }
+    if (lost && grade.score < this.best.episode.score && !(worst && lost.part === "slo")) told.push(`${lost.text} of ${this.best.called}.`);
+    return told.filter(Boolean).map((sentence) => `${sentence} `).join("");
+  }
+
+  /** By when the best policy had more replicas for an overload than the visitor, in words; "" if it had no more. */
+  sooner({ from, to }) {
+    if (!this.task.max_replicas) return "";
+    const { called, episode: { action: { replicas } } } = this.best, most = Math.max(...replicas.slice(from, to));
+    let second = replicas.indexOf(most, from);
+    while (replicas[second - 1] >= most) second--;
+    const had = Math.min(...this.mine.action.replicas.slice(second, Math.max(second, from) + 1));
+    return had < most ? `Raise Replicas to ${most} by second ${second + 1}, as ${called} does: you had ${had}.` : "";
   }
 
   /** How a race went, in ten squares: green where at most one request in ten was late, red where half of them were. */
@@ -819,6 +851,9 @@ function bestMove(moves, scores, stay, gain = GAIN) {
   const score = Math.max(...scores);
   return score > stay + gain ? { ...moves[scores.indexOf(score)], score } : undefined;
 }
+
+/** A number of things, such as "2 replicas". */
+const counted = (number, thing) => `${number} ${thing}${number === 1 ? "" : "s"}`;
 
 /** The first row of columns by name. */
 const first = (table) => Object.fromEntries(Object.entries(table).map(([name, column]) => [name, column[0]]));

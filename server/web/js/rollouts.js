@@ -4,7 +4,7 @@ import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart } from "./charts.js";
 import { MAX_SEED, announce, copy, el, field, fill, isSeed, problem, seedOf, select } from "./dom.js";
-import { compact, percent, score as shownScore } from "./format.js";
+import { compact, percent, score as shownScore, sum } from "./format.js";
 import { keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
 import { scoreBoard } from "./score.js";
@@ -26,8 +26,6 @@ export async function start(panel) {
   fill(panel, tab.node);
   return tab;
 }
-
-const sum = (values) => values.reduce((a, b) => a + b, 0);
 
 /** Prompt tokens found in the prefix cache as a share of those looked up; null where none were. */
 function hitRate(columns, from, to) {

@@ -1,7 +1,9 @@
 /** Table of scores and their parts, with bars. */
 
 import { el, scrolling } from "./dom.js";
-import { compact, percent, score, words } from "./format.js";
+import { compact, mean, percent, score, sum, words } from "./format.js";
+
+const LEAST = 0.005; // in score: a smaller loss is not told
 
 // What the parts of a score measure; all go up to 1.
 const PARTS = {
@@ -15,8 +17,54 @@ const PARTS = {
   churn: "how seldom replicas were added or removed",
 };
 const BELOW = ["autoscaling", "objectives_memory"]; // grades whose part for violations goes below 0
+const partsOf = (breakdown) => Object.keys(breakdown).filter((part) => part in PARTS);
 /** The parts of a score in words, with their weights where they differ. */
-export const explained = (breakdown, { weights = [], kind }) => Object.keys(breakdown).filter((part) => part in PARTS).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}${part === "slo" && BELOW.includes(kind) ? ", down to −1 if many were late" : ""}`).join("; ");
+export const explained = (breakdown, { weights = [], kind }) => partsOf(breakdown).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}${part === "slo" && BELOW.includes(kind) ? ", down to −1 if many were late" : ""}`).join("; ");
+
+// What was seen of a run for each part, in words.
+const SEEN = {
+  throughput: ({ metrics }) => `${compact(mean(metrics.tokens_per_sec))} tokens/s`,
+  slo: ({ metrics }) => `${compact(Math.round(sum(metrics.slo_violations)))} violations`,
+  cost: ({ observation }, { cost_budget: budget }) => `${percent(observation.cost_so_far.at(-1) / budget)} of the budget spent`,
+  stability: ({ action }) => `${changes(action.batch_size) + changes(action.kv_budget)} moves of Batch size and KV cache`,
+  ttft: ({ metrics }) => `${compact(mean(metrics.ttft_p50_ms))} ms to the first token`,
+  memory: ({ metrics }, { memory_hard_limit_gb: limit }) => `a peak of ${Math.max(...metrics.gpu_memory_gb).toFixed(1)} GB (limit: ${limit} GB)`,
+  gpus: ({ action }) => `${compact(mean(action.replicas))} replicas on average`,
+  churn: ({ action }) => `${compact(sum(action.replicas.slice(1).map((count, i) => Math.abs(count - action.replicas[i]))))} replicas added or removed`,
+};
+const changes = (values) => values.filter((value, i) => i > 0 && value !== values[i - 1]).length;
+
+/** The weight of each part of a score, by name. */
+function weightsOf(breakdown, { weights }) {
+  const parts = partsOf(breakdown);
+  return Object.fromEntries(parts.map((part, i) => [part, weights?.[i] ?? 1 / parts.length]));
+}
+
+/** Why a score is 0: its parts, weighed. */
+export const summed = (breakdown, grade) => `${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part]).replace("-", "−")}`).join(", ")}: together no more than 0, so the score is 0.`;
+
+/** The part on which a run lost most to a better one, as `part` and, in words, `text`; undefined if it lost on none. */
+export function mostLost(mine, theirs, task) {
+  const weights = weightsOf(mine.breakdown, task.grade), by = (part) => weights[part] * (theirs.breakdown[part] - mine.breakdown[part]);
+  const part = Object.keys(weights).reduce((a, b) => (by(a) >= by(b) ? a : b));
+  if (by(part) < LEAST) return undefined;
+  return { part, text: `Most is lost on ${words(part)} (${score(by(part))}): ${SEEN[part](mine, task)}, against ${SEEN[part](theirs, task)}` };
+}
+
+/**
+ * What a number of violations costs of the score of an episode of `length` seconds, as a function, from the parts of the score
+ * after each second: 0 where the score does not count violations.
+ */
+export function costOf(violations, parts, { grade }, length) {
+  let count = 0;
+  for (const [i, breakdown] of parts.entries()) {
+    count += violations[i];
+    if (!(breakdown.slo > 0 && breakdown.slo < 1)) continue; // at its ends the part does not say what one more costs
+    const weight = weightsOf(breakdown, grade).slo, each = weight * (1 - breakdown.slo) * (i + 1) / count / length;
+    return (number) => Math.min(each * number, BELOW.includes(grade.kind) ? 2 * weight : weight);
+  }
+  return () => 0;
+}
 
 /** Rank of a row, 1 for the best; scores that are shown as equal share their rank. */
 export function placeOf(row, rows) {
