@@ -30,6 +30,7 @@ const GAIN = 0.005; // in score: advice that gains less is not given
 const HINT_GAIN = 0.001; // the same for hints during the race, of which a few add up
 const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
+const HELD_S = 20; // actions that stay so long are sent once: a request more takes less time than to send them every second
 const KEPT = "race"; // in the session storage: the run that a reload shows again
 
 /** The seed of the day (UTC), such as 20260131: everybody gets the same traffic. */
@@ -769,11 +770,10 @@ class Race {
   async scoresOf(runs, before = []) {
     const seconds = [...before.map((action) => runs.map(() => action)), ...runs[0].map((_, i) => runs.map((run) => run[i]))];
     const { session_id } = await post("reset/batch", { task_id: this.task.id, seeds: runs.map(() => this.seed), config: { reward: "score" } });
-    const scores = runs.map(() => 0), most = Math.floor(BATCH_SECONDS / runs.length);
+    const scores = runs.map(() => 0);
     try {
-      for (let from = 0; from < seconds.length; from += most) {
-        const actions = seconds.slice(from, from + most).map((row) => row.map(address.numbers));
-        const { rewards } = await post("step/batch", { session_id, actions, last: true });
+      for (const held of inRuns(seconds.map((row) => row.map(address.numbers)), Math.floor(BATCH_SECONDS / runs.length))) {
+        const { rewards } = await post("step/batch", { session_id, ...held, last: true });
         for (const row of rewards) row.forEach((reward, i) => { scores[i] += reward; });
       }
     } finally {
@@ -841,6 +841,19 @@ function oldRun(run) {
 /** Object whose missing properties are created as empty arrays when they are read. */
 function columns(known = {}) {
   return new Proxy(known, { get: (target, name) => (typeof name === "string" && name !== "toJSON" ? target[name] ??= [] : undefined) });
+}
+
+/** A batch's actions for every second as `actions` and `repeat` of at most `most` seconds each: those that stay are sent once. */
+function inRuns(seconds, most) {
+  const texts = seconds.map((row) => JSON.stringify(row)), found = [];
+  for (let from = 0, to = 0; from < texts.length; from = to) {
+    while (texts[to] === texts[from] && to - from < most) to++;
+    const listed = found.at(-1);
+    if (to - from >= HELD_S) found.push({ actions: [seconds[from]], repeat: to - from });
+    else if (listed?.repeat === 1 && listed.actions.length + to - from <= most) listed.actions.push(...seconds.slice(from, to));
+    else found.push({ actions: seconds.slice(from, to), repeat: 1 });
+  }
+  return found;
 }
 
 /** Settings in which one move each was made, after the one without any. */
