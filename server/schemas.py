@@ -137,6 +137,7 @@ class PlayRequest(EpisodeChoice):
 
     agent: Annotated[str, Allowed("the name of a policy from GET /policies")]
     log: Annotated[bool, Field(description="add the episode log, as POST /grader takes it")] = False
+    brief: Annotated[bool, Field(description="leave out observation, metrics, reward and arrivals")] = False
 
 
 def read_request(model: type[M], body: object, at: str = "") -> M:
@@ -201,19 +202,15 @@ class PlayAnswer(BaseModel):
     seed: int
     agent: str
     steps: int
-    observation: Annotated[
-        dict[str, list[Any]], Field(description="one value before the first step, then one after each")
-    ]
+    observation: dict[str, list[Any]] | Absent = Field(
+        default=None, description="one value before the first step, then one after each"
+    )
     action: dict[str, list[Any]]
-    reward: list[float]
-    metrics: dict[str, list[Any]]
-    arrivals: Annotated[
-        list[float],
-        Field(
-            default_factory=list,
-            description="requests that arrived in each second, because observations have only an average",
-        ),
-    ]
+    reward: list[float] | Absent = None
+    metrics: dict[str, list[Any]] | Absent = None
+    arrivals: list[float] | Absent = Field(
+        default=None, description="requests that arrived in each second, because observations have only an average"
+    )
     score_so_far: Annotated[
         list[float], Field(default_factory=list, description="score of the seconds so far, after each step")
     ]

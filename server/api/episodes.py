@@ -29,9 +29,11 @@ from server.net.json_io import (
     SESSION_KEY,
     SMALL_LOG_BYTES,
     JsonReply,
+    gzipped,
     parse_body,
     read_body,
     reply,
+    to_gzip,
     to_json,
 )
 from server.schemas import (
@@ -78,6 +80,7 @@ class EpisodeRoutes(Routes):
     def routes(self) -> list[Route]:
         family = self._family
         more: dict[str, Any] = {"response_model_exclude_unset": True}
+        answer = dict[str, Any]
         stepped = {"types": {"body": step_request(family)}, "response_model": step_answer(family), **more}
         started = {"types": {"body": (reset_request(family), None)}, "response_model": reset_answer(family), **more}
         # Without a body, the caller's latest episode is graded.
@@ -90,11 +93,10 @@ class EpisodeRoutes(Routes):
             self._route("/state", self.state, "State of an episode", statuses=(404, 410), **more),
             self._post("/grader", self.grade, "Score an episode", **graded),
             self._route("/health", self.health, "Health of the server", **more),
-            self._route("/tasks", self.tasks, "List of tasks", **more),
-            self._route("/info", self.info, "Schemas, reward, calibration and provenance", **more),
+            self._route("/tasks", self.tasks, "List of tasks", response_model=TasksAnswer, **more),
+            self._route("/info", self.info, "Schemas, reward, calibration, provenance", response_model=answer, **more),
         ]
         if players_of(family).baseline is not None:
-            answer = dict[str, Any]
             routes.append(
                 self._route("/baseline", self.baseline, "Scores of the baselines", response_model=answer, **more)
             )
@@ -207,28 +209,34 @@ class EpisodeRoutes(Routes):
             return answer.model_copy(update={"status": "degraded", "store_error": str(error)})
         return answer
 
-    async def tasks(self, query: Annotated[TasksQuery, Query()]) -> TasksAnswer:
-        shown = [task.description for task in self._tasks if query.all or not task.recorded]
-        hidden = len(self._tasks) - len(shown)
+    async def tasks(self, request: Request, query: Annotated[TasksQuery, Query()]) -> Response:
+        return await gzipped(request, self._listed[query.all])
+
+    @cached_property
+    def _listed(self) -> tuple[bytes, bytes]:
+        """Answers of GET /tasks, gzipped: the tasks of everybody, and all."""
+        every = [task.description for task in self._tasks]
+        shown = [task.description for task in self._tasks if not task.recorded]
+        hidden = len(every) - len(shown)
         more = f"GET {self._prefix}/tasks?all=true lists {hidden} more: recorded traffic, other cards, grades, replicas"
-        return TasksAnswer(tasks=shown, more=more) if hidden else TasksAnswer(tasks=shown)
+        return to_gzip({"tasks": shown, **({"more": more} if hidden else {})}), to_gzip({"tasks": every})
 
     async def baseline(self) -> Response:
         """Scores of the baseline, computed once: concurrent callers wait for the same result."""
         async with self._computing_baseline:
             return JsonReply(await asyncio.to_thread(_baseline_json, self._family))
 
-    async def info(self) -> dict[str, Any]:
-        return self._info
+    async def info(self, request: Request) -> Response:
+        return await gzipped(request, self._info)
 
     async def manifest(self) -> Response:
         assert self._family.manifest is not None
         return FileResponse(self._family.manifest, media_type=self._family.http.manifest_type)
 
     @cached_property
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> bytes:
         family = self._family
-        return {
+        info = {
             "name": family.title,
             "version": __version__,
             "action": plain_schema(family.action_model),
@@ -242,6 +250,7 @@ class EpisodeRoutes(Routes):
                 "session_ttl_s": self._settings.session_ttl_s,
             },
         }
+        return to_gzip(info)
 
     # ------------------------------------------------------------ the session of a request
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any, Final
@@ -20,14 +19,18 @@ from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.cpu import charged
 from server.net.errors import InvalidRequestError, UnknownPolicyError
-from server.net.json_io import JsonReply, to_json
+from server.net.json_io import gzipped, to_gzip
 from server.schemas import DEFAULT_SEED, PlayAnswer, PlayRequest, PoliciesAnswer, Policy, play_request
 
 CACHED_STEPS: Final = 200
 CACHED_EPISODES: Final = 128
-"""Episodes that are kept, 43 KB each with 200 steps: those of a page's visitors. Longer ones and those with their log,
+"""Episodes that are kept, 50 KB each with 200 steps: those of a page's visitors. Longer ones and those with their log,
 up to 1.5 MB each, are played anew.
 """
+
+
+LEFT_OUT: Final = frozenset({"observation", "metrics", "reward", "arrivals"})
+"""What a brief episode has not."""
 
 
 class PolicyRoutes(Routes):
@@ -71,7 +74,7 @@ class PolicyRoutes(Routes):
         play = partial(play_once, family, body.agent, task_id, seed, tuple(sorted(config.items())), body.log)
         async with charged() as work, self._turn:
             episode = await asyncio.to_thread(work.timed, play)
-        return await gzipped(request, episode)
+        return await gzipped(request, episode[body.brief])
 
     async def policies(self, task_id: str) -> PoliciesAnswer:
         played_id, names = await asyncio.to_thread(available, self._family, task_id)
@@ -80,25 +83,16 @@ class PolicyRoutes(Routes):
         return PoliciesAnswer(task_id=played_id, policies=policies)
 
 
-async def gzipped(request: Request, body: bytes) -> JsonReply:
-    """A gzipped JSON answer, decompressed for clients that do not accept gzip."""
-    vary = (b"vary", b"accept-encoding")
-    accepted = request.headers.get("accept-encoding", "")
-    if "gzip" in accepted and "gzip;q=0" not in accepted.replace(" ", ""):
-        return JsonReply(body, headers=[(b"content-encoding", b"gzip"), vary])
-    return JsonReply(await asyncio.to_thread(gzip.decompress, body), headers=[vary])
-
-
 # ---------------------------------------------------------------- playing
 
 
 @lru_cache(CACHED_EPISODES)
 def played(
     family: Family, agent: str, task_id: TaskId, seed: int, config: tuple[tuple[str, Any], ...], log: bool
-) -> bytes:
+) -> tuple[bytes, bytes]:
     """A policy's whole episode as gzipped JSON: its columns, one value per step, and its grade; ``log`` adds the log.
 
-    Raises UnknownPolicyError for a policy that is not stored for the task.
+    The second is brief. Raises UnknownPolicyError for a policy that is not stored for the task.
     """
     try:
         env, seen, phases, scores = run_policy(family, agent, task_id, seed, dict(config))
@@ -121,7 +115,8 @@ def played(
         **family.grade(env.task_id, entries),
         **({"episode_log": entries} if log else {}),
     }
-    return gzip.compress(to_json(episode), 5, mtime=0)
+    brief = {name: column for name, column in episode.items() if name not in LEFT_OUT}
+    return to_gzip(episode), to_gzip(brief)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

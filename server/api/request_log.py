@@ -13,9 +13,9 @@ from inferencegym.errors import InferenceGymError
 from inferencegym.messages import WHOLE, Allowed, Message
 from ops.log.names import check_table, file_name
 from ops.worker import request_parts
-from server.api.policies import gzipped
 from server.api.route import Endpoint, Route, Routes
 from server.net.jobs import JobRefusedError, unless_client_leaves
+from server.net.json_io import gzipped
 from server.net.limits import sender_of
 
 MAX_LOG_BYTES: Final = 4_194_304

@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from env.families import FAMILIES, SERVING
-from server.net.json_io import reply
+from server.net.json_io import to_json
 from server.settings import Settings
 
 PAGE_DIR: Final = Path(__file__).resolve().parents[1] / "web"
@@ -39,8 +39,7 @@ def web_routes(settings: Settings) -> list[BaseRoute]:
         *(Route(f"/{tab}", _to(f"web/#{tab}"), include_in_schema=False) for tab in ("traffic", "rollouts")),
         # Browsers request this on pages without an icon, such as /health.
         Route("/favicon.ico", _to("web/img/icon.svg"), include_in_schema=False),
-        Route("/web/site.json", _site(settings), include_in_schema=False),
-        Mount("/web", app=GZipMiddleware(_Page(page_headers(settings, _styles())))),
+        Mount("/web", app=GZipMiddleware(_Page(settings))),
     ]
 
 
@@ -64,16 +63,18 @@ def _styles() -> str:
 
 
 @cache
-def _index() -> str:
-    """The page with its styles in it."""
+def _index(env: str) -> str:
+    """The page with its styles in it, and with the paths of the environments, of which ``env`` is at the root."""
     text = (PAGE_DIR / "index.html").read_text(encoding="utf-8")
     without = re.sub(r'<link rel="stylesheet"[^>]*>\n', "", text)
-    return without.replace("</head>", f"<style>{_styles()}</style>\n</head>")
+    site = {name: "../" if name == SERVING == env else f"../{name}/" for name in FAMILIES} | {"env": env}
+    placed = without.replace("<html", f'<html data-site="{html.escape(to_json(site).decode())}"')
+    return placed.replace("</head>", f"<style>{_styles()}</style>\n</head>")
 
 
-def _page(request: Request) -> Response:
+def _page(request: Request, env: str) -> Response:
     """The page. Previews of a link name its ``beat``, a friend's score; their picture needs an absolute address."""
-    text = _index()
+    text = _index(env)
     if re.fullmatch(r"[01]\.\d{1,3}", beat := request.query_params.get("beat", "")):
         text = text.replace("Beat vLLM's defaults at running", f"Beat my {beat} at running")
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
@@ -89,25 +90,15 @@ def _to(place: str) -> Endpoint:
     return redirect
 
 
-def _site(settings: Settings) -> Endpoint:
-    """Paths of the environments, relative to the page."""
-    places = {name: "../" if name == SERVING == settings.env else f"../{name}/" for name in FAMILIES}
-
-    async def site(_request: Request) -> Response:
-        return reply({**places, "env": settings.env})
-
-    return site
-
-
 class _Page(StaticFiles):
     """The page and its files, with its headers."""
 
-    def __init__(self, headers: dict[str, str]) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(directory=PAGE_DIR)
-        self._headers = headers
+        self._env, self._headers = settings.env, page_headers(settings, _styles())
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         is_page = path == "." and scope["method"] in ("GET", "HEAD")
-        response = _page(Request(scope)) if is_page else await super().get_response(path, scope)
+        response = _page(Request(scope), self._env) if is_page else await super().get_response(path, scope)
         response.headers.update(self._headers)
         return response

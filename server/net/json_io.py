@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,6 +81,20 @@ def reply(value: object, headers: RawHeaders = ()) -> JsonReply:
 def to_json(value: object) -> bytes:
     """JSON text of an answer. It never has NaN or infinity: orjson writes them as null."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def to_gzip(value: object) -> bytes:
+    """Gzipped JSON text of an answer."""
+    return gzip.compress(to_json(value), 5, mtime=0)
+
+
+async def gzipped(request: Request, body: bytes) -> JsonReply:
+    """A gzipped JSON answer, decompressed for clients that do not accept gzip."""
+    vary = (b"vary", b"accept-encoding")
+    accepted = request.headers.get("accept-encoding", "")
+    if "gzip" in accepted and "gzip;q=0" not in accepted.replace(" ", ""):
+        return JsonReply(body, headers=[(b"content-encoding", b"gzip"), vary])
+    return JsonReply(await asyncio.to_thread(gzip.decompress, body), headers=[vary])
 
 
 async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:

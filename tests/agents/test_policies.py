@@ -72,6 +72,14 @@ def test_an_answer_is_compressed_only_for_those_who_read_that(server: RunningSer
     assert len(packed) < len(plain.content) / 2
 
 
+def test_a_brief_episode_has_the_scores_and_actions_of_the_whole_one(server: RunningServer) -> None:
+    body = {"task_id": 3, "seed": 4, "agent": "heuristic"}
+    whole, brief = server.post("/play", body), server.post("/play", {**body, "brief": True})
+    assert whole.keys() - brief.keys() == {"observation", "metrics", "reward", "arrivals"}
+    assert brief == {name: whole[name] for name in brief}
+    assert len(brief["score_so_far"]) == brief["steps"]
+
+
 def test_settings_of_the_episode_count(server: RunningServer) -> None:
     played = server.post("/play", {"agent": "naive", "config": {"episode_length": 7}})
     assert (played["steps"], played["config"]["episode_length"]) == (7, 7)
@@ -129,7 +137,7 @@ def test_an_episode_that_was_played_is_not_played_again() -> None:
     family, asked = FAMILIES["serving"], ("naive", 1, 5, (("episode_length", 7),), False)
     played.cache_clear()
     assert played(family, *asked) is played(family, *asked)
-    assert json.loads(gzip.decompress(played(family, *asked)))["steps"] == 7
+    assert json.loads(gzip.decompress(played(family, *asked)[0]))["steps"] == 7
     assert played.cache_info().misses == 1
 
 

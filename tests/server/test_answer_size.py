@@ -39,7 +39,7 @@ def requests(client: TestClient) -> dict[str, dict[str, Any]]:
         "/reset": {"task_id": 1, "seed": 1, "config": {"alpha": 0.5}, "session_id": ids["/reset"]},
         "/step": {"session_id": ids["/reset"], "action": action, "step": 1},
         "/grader": log,
-        "/play": {"agent": "naive", "task_id": 1, "seed": 1, "config": {"episode_length": 1}, "log": False},
+        "/play": {"agent": "naive", "task_id": 1, "seed": 1, "config": {"episode_length": 1}, "brief": True},
         "/shadow": {"log": "arrival_s\n1", "name": "log.csv", "policies": ["naive"], "fixed": action, "task_id": 1},
         "/plan": {"log": "arrival_s\n1", "objectives": ["ttft_p99=500"], "hardware": ["a100-40gb"], "share_met": 0.9},
         "/reset/batch": {"task_id": 1, "seeds": [1], "config": {"alpha": 0.5}, "session_id": ids["/reset/batch"]},

@@ -109,15 +109,51 @@ def visit(browser: Browser, server: RunningServer) -> Iterator[Visit]:
 
 @pytest.mark.parametrize(("tab", "task"), [("", "3"), ("race?task=autoscale&seed=4", "autoscale"), ("code", None)])
 def test_what_a_race_needs_is_asked_for_once_while_its_modules_load(visit: Visit, tab: str, task: str | None) -> None:
-    visitor, asked = visit(), []
-    visitor.page.on("request", lambda request: asked.append(request.url.removeprefix(visitor.url)))
-    page = visitor.open(tab)
-    if task is not None:
-        expect(page.get_by_role("button", name="Start the race")).to_be_enabled()
-    needed = ["/tasks?all=true", "/info", f"/policies?task_id={task}"] if task else []
-    assert [path for path in asked if path.split("?")[0] in ("/tasks", "/info", "/policies")] == needed
-    early = asked[: asked.index("/health")]  # which main.js asks for
-    assert [path for path in needed[: 3 if tab else 2] if path not in early] == []
+    visitor, asked, held = visit(), [], []
+    page = visitor.page
+    page.on("request", lambda request: asked.append(request.url.removeprefix(visitor.url)))
+    page.route("**/race.js", lambda route: held.append(route))
+    needed = ["/tasks?all=true", "/info", f"/policies?task_id={task}", "/play"] if task else []
+
+    def of_the_race() -> list[str]:
+        return [path for path in asked if path.split("?")[0] in ("/tasks", "/info", "/policies", "/play")]
+
+    if task:
+        with page.expect_request("**/play"):
+            page.goto(f"{visitor.url}/web/#{tab}")
+    else:
+        visitor.open(tab)
+    assert of_the_race() == needed
+    for route in held:
+        route.continue_()
+    if task:
+        start = page.get_by_role("button", name="Start the race")
+        expect(start).to_be_enabled()
+        assert [path for path in of_the_race() if path != "/play"] == needed[:3]
+
+
+def test_the_race_starts_before_the_chart_library_and_the_players_episodes_are_there(visit: Visit) -> None:
+    visitor = visit()
+    page, held = visitor.page, []
+    page.route("**/uPlot*.js", lambda route: held.append(route))
+
+    def hold(route: Route) -> None:
+        if route.request.post_data_json.get("brief"):
+            route.continue_()
+        else:
+            held.append(route)
+
+    page.route("**/play", hold)
+    page.goto(f"{visitor.url}/web/#race?task=3&seed=5")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".readings")).to_contain_text(re.compile("[2-9] of 200"))
+    expect(page.locator("#panel-race canvas")).to_have_count(0)
+    assert len(held) == 2  # the library, and the first of the players: the others wait for it
+    page.unroute("**/play")
+    for route in held:
+        route.continue_()
+    expect(page.locator("#panel-race .stage figure.chart canvas")).to_have_count(6, timeout=PATIENCE_MS)
+    expect(page.locator(".score-chart canvas")).to_have_count(1)
 
 
 def race_to_the_end(page: Page) -> float:
@@ -349,6 +385,55 @@ def test_a_visitor_who_obeys_every_hint_beats_the_score_to_beat_and_one_who_move
     assert page.evaluate("() => window.obeyed.length") > 0
 
 
+def test_a_race_warns_of_an_overload_while_it_lasts(visit: Visit) -> None:
+    page = visit().open("race?task=autoscale&seed=20261126")
+    expect(page.locator(".duel .note").first).to_contain_text("The best policy here", timeout=PATIENCE_MS)
+    page.get_by_label("Speed").select_option("25")
+    page.get_by_label("Replicas", exact=True).fill("0")
+    page.get_by_role("button", name="Start the race").click()
+    warning = r"Overloaded for \d+ s: \d+ % of the requests are late, which has cost 0\.\d+ of your score so far\. "
+    expect(page.locator(".about")).to_contain_text(re.compile(warning), timeout=PATIENCE_MS)
+    expect(page.locator("#announcer")).to_contain_text("of the requests are late.")
+
+
+@pytest.mark.parametrize(
+    ("task", "knob", "told"),
+    [
+        (
+            "1",
+            {"Batch size": "3"},
+            r"Most is lost on throughput \(0\.\d+\): [\d.]+k? tokens/s, against [\d.]+k? tokens",
+        ),
+        (
+            "2",
+            {"Batch size": "18"},
+            r"Most is lost on first token \(0\.\d+\): a mean of \d+ ms, against a mean of \d+ ms of",
+        ),
+        ("3", {}, r"From second \d+ to \d+, \d+ % of the requests were late: that cost 0\.\d+ of the score"),
+    ],
+)
+def test_a_result_says_on_what_most_of_the_score_was_lost(
+    visit: Visit, task: str, knob: dict[str, str], told: str
+) -> None:
+    page = visit().open(f"race?task={task}&seed=5")
+    for name, position in knob.items():
+        page.get_by_label(name).fill(position)
+    race_to_the_end(page)
+    assert re.search(told, page.locator(".result").inner_text())
+
+
+def test_hints_send_what_stays_once(visit: Visit) -> None:
+    page = visit().open("race?task=3&seed=5")
+    expect(page.locator(".duel .note").first).to_contain_text("The best policy here", timeout=PATIENCE_MS)
+    page.get_by_label("Speed").select_option("25")
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.post_data or "") if "/step/batch" in request.url else None)
+    with page.expect_request("**/close/batch"):
+        page.get_by_role("button", name="Start the race").click()
+    assert max(json.loads(body)["repeat"] for body in sent) > 20
+    assert sum(map(len, sent)) < 20_000  # every second's actions of all runs take more than 50,000
+
+
 def test_nobody_races_against_a_score_of_nothing(visit: Visit, server: RunningServer) -> None:
     assert server.post("/play", {"task_id": "fleet-mix", "seed": 20261202, "agent": "hpa"})["score"] == 0
     kpa = server.post("/play", {"task_id": "fleet-mix", "seed": 20261202, "agent": "kpa"})["score"]
@@ -418,7 +503,9 @@ FLOODED = """
 """
 
 
-def test_only_floods_that_a_task_announces_are_shaded_before_they_come(visit: Visit, server: RunningServer) -> None:
+def test_only_floods_that_a_task_announces_are_shaded_before_they_come_and_a_score_of_0_is_explained(
+    visit: Visit, server: RunningServer, tmp_path: Path
+) -> None:
     assert "burst" in server.post("/play", {"task_id": "autoscale", "seed": 20261126, "agent": "hpa"})["phase"]
     page = visit().open("race?task=3&seed=5")
     assert page.evaluate(FLOODED) > 0
@@ -430,6 +517,25 @@ def test_only_floods_that_a_task_announces_are_shaded_before_they_come(visit: Vi
     assert page.evaluate(FLOODED) > 0
     expect(page.locator(".result")).to_contain_text("Next time: move Replicas up: the load needs more")
     expect(page.get_by_role("button", name="Challenge a friend")).to_have_count(0)
+    # Why it is 0: 4,050 violations, a tenth of the load, cost half of the score, and as many again the other half.
+    told = page.locator(".result").inner_text()
+    parts = re.search(
+        r"add up to no more: few violations −([\d.]+), few replicas ([\d.]+), few changes (\d\.\d+)\.", told
+    )
+    assert parts
+    assert float(parts[1]) >= float(parts[2]) + float(parts[3])
+    late = re.search(r"From second (\d+) to (\d+), (\d+) % of the requests were late: that cost ([\d.]+) of the", told)
+    assert late
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download the log").click()
+    waiting.value.save_as(tmp_path / "log.json")
+    seconds = json.loads((tmp_path / "log.json").read_text())["episode_log"][int(late[1]) - 1 : int(late[2])]
+    violations = sum(entry["metrics"]["slo_violations"] for entry in seconds)
+    assert float(late[4]) == pytest.approx(min(1.0, 0.5 * violations / 4_050), abs=0.001)
+    raised = re.search(r"Raise Replicas to (\d) by second (\d+), as [\w ]+ does: you had (\d)\.", told)
+    assert raised
+    assert int(raised[1]) > int(raised[3])
+    assert int(raised[2]) <= int(late[2])
 
 
 @pytest.mark.parametrize("tab", ["race", "rollouts"])
@@ -1359,6 +1465,17 @@ def test_axe_finds_nothing_in_results_either(visit: Visit) -> None:
     page.get_by_role("button", name="Replay and grade").click()
     expect(page.locator("#panel-verify h2.bad")).to_be_visible()
     assert objections(page) == []
+
+
+@pytest.mark.parametrize("width", [360, 390])
+def test_all_tabs_are_in_view_on_a_phone_and_leave_the_screen_to_the_race(visit: Visit, width: int) -> None:
+    page = visit(viewport={"width": width, "height": 844}, is_mobile=True, has_touch=True).open()
+    for tab in page.get_by_role("tab").all():
+        expect(tab).to_be_in_viewport(ratio=1)
+    assert page.locator("nav").evaluate("nav => nav.scrollWidth <= nav.clientWidth")
+    main = page.locator("main").bounding_box()
+    assert main
+    assert main["y"] < 180
 
 
 def test_nothing_is_wider_than_a_phone(visit: Visit) -> None:

@@ -1,5 +1,7 @@
 /** Client of the public HTTP API: every request of the page goes through this module. */
 
+import { early, site, withBody } from "./ahead.js";
+
 export class ApiError extends Error {
   constructor(status, detail) {
     super(detail.message ?? `the server answered with status ${status}`);
@@ -10,26 +12,9 @@ export class ApiError extends Error {
 }
 
 const MAX_WAITS = 3;
-let site;
-
-/** URL of a path of an environment, relative to the page. */
-async function urlOf(environment, path) {
-  site ??= request("site.json");
-  return (await site)[environment] + path;
-}
-
-/** The environment that the server has at its root: "serving", "traffic" or "rollouts". */
-export async function atRoot() {
-  site ??= request("site.json");
-  return (await site).env;
-}
 
 async function request(url, body) {
-  const options = body === undefined ? {} : {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: typeof body === "string" ? body : JSON.stringify(body),
-  };
+  const options = body === undefined ? {} : withBody(body);
   for (let waited = 0; ; waited++) {
     const answer = await send(url, options);
     if (answer.ok) return answer.json();
@@ -44,9 +29,9 @@ async function request(url, body) {
 
 async function send(url, options) {
   try {
-    const early = options.method ? undefined : globalThis.ahead?.get(url);
-    if (early) globalThis.ahead.delete(url);
-    return await (early ?? fetch(url, options));
+    const key = url + (options.body ?? ""), answer = early.get(key);
+    early.delete(key);
+    return await (answer ?? fetch(url, options));
   } catch {
     throw new ApiError(0, { message: "The server cannot be reached", next: "check the connection and try again" });
   }
@@ -54,8 +39,8 @@ async function send(url, options) {
 
 export const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-export const get = async (path, environment = "serving") => request(await urlOf(environment, path));
-export const post = async (path, body, environment = "serving") => request(await urlOf(environment, path), body);
+export const get = (path, environment = "serving") => request(site[environment] + path);
+export const post = (path, body, environment = "serving") => request(site[environment] + path, body);
 
 /** A file of the page itself, as JSON or as text. */
 export const own = (path) => request(path);

@@ -5,6 +5,16 @@ import { compact } from "./format.js";
 
 const charts = new Set();
 const HEIGHT = 150;
+let library;
+
+/** Whether the chart library is there. The first chart asks for it, so that nothing waits for it; all are drawn once it comes. */
+function drawable() {
+  if (!library) {
+    library = el("script", { src: "charts/uPlot.iife.min.js", on: { load: () => charts.forEach((chart) => chart.fit()), error: () => { library = undefined; } } });
+    document.head.append(library);
+  }
+  return "uPlot" in globalThis;
+}
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -65,7 +75,7 @@ export class TimeChart {
   build() {
     this.plot?.destroy();
     const width = this.plotBox.clientWidth;
-    if (width === 0) { this.plot = null; return; }
+    if (!width || !drawable()) { this.plot = null; return; }
     const ink = colour("muted"), grid = { stroke: colour("grid"), width: 1 }, font = "11px system-ui, sans-serif";
     this.plot = new uPlot({
       width, height: this.height, legend: { show: false },
@@ -206,7 +216,7 @@ export class Scatter {
   build() {
     this.plot?.destroy();
     const width = this.plotBox.clientWidth;
-    if (!width) { this.plot = null; return; }
+    if (!width || !drawable()) { this.plot = null; return; }
     const values = this.points.flatMap(({ measured, predicted }) => [measured, predicted]);
     const span = [10 ** Math.floor(Math.log10(Math.min(...values))), 10 ** Math.ceil(Math.log10(Math.max(...values)))];
     const x = [span[0], ...this.points.map(({ measured }) => measured), span[1]];

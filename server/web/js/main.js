@@ -1,7 +1,8 @@
 /** Entry point of the page: tabs, theme, and opening the tab that the address names. */
 
 import * as address from "./address.js";
-import { atRoot, get } from "./api.js";
+import { site } from "./ahead.js";
+import { get } from "./api.js";
 import { problem } from "./dom.js";
 import { redrawAll } from "./charts.js";
 
@@ -47,12 +48,11 @@ async function open(name, params) {
   }
 }
 
-async function followAddress() {
+function followAddress() {
   const { tab, params } = address.read();
   if (tab in LOADERS) return open(tab, params);
   // A server with another environment at its root shows that tab first.
-  const home = await atRoot().catch(() => "serving");
-  return open(home in LOADERS ? home : "race", params);
+  return open(site.env in LOADERS ? site.env : "race", params);
 }
 
 function chooseTab(tab) {
@@ -98,7 +98,7 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 useTheme(remembered());
 
-followAddress();
+await followAddress();
 get("health").then((health) => {
   if (health.version) document.getElementById("version").textContent = `version ${health.version}`;
 }).catch(() => {});

@@ -1,6 +1,7 @@
 /** Race tab: the visitor and the built-in policies play the same episode, second by second. */
 
 import * as address from "./address.js";
+import { STARTS, asked, briefly, today } from "./ahead.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
 import { MAX_SEED, announce, copy, download, el, field, fill, isSeed, problem, seedOf, select } from "./dom.js";
@@ -13,7 +14,6 @@ import { Strip, shown } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 const HIDDEN = ["hill_climb", "random", "random_search", "vllm_defaults", "naive", "kpa"]; // until the visitor asks for them
-const STARTS = ["hpa", "vllm_defaults", "naive"]; // whom to beat first, and whose first action is the visitor's: the first that plays the task
 const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
 const PACE_SECONDS = 10; // over which the speed that the connection allows is taken
 const NOTICE_S = 15; // before a flood, hints prepare for it
@@ -32,9 +32,6 @@ const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
 const HELD_S = 20; // actions that stay so long are sent once: a request more takes less time than to send them every second
 const KEPT = "race"; // in the session storage: the run that a reload shows again
-
-/** The seed of the day (UTC), such as 20260131: everybody gets the same traffic. */
-const today = () => Number(new Date().toISOString().slice(0, 10).replaceAll("-", ""));
 
 export async function start(panel) {
   const [{ tasks }, info] = await Promise.all([once("tasks?all=true"), once("info")]);
@@ -194,7 +191,9 @@ class Race {
         if (!playing.has(key)) playing.set(key, post("play", { task_id: task.id, seed, agent: key }));
         return playing.get(key);
       };
-      let episode = await play(goal);
+      const brief = ({ key }) => post("play", briefly(task.id, seed, key));
+      await asked;
+      let episode = await brief(goal);
       if (generation !== this.generation) return;
       if (episode.score < LEAST) { // nobody is beaten by scoring nothing: the weakest of those that score is next
         const weakest = (await Promise.all(everyone.map(play))).map((played, i) => [everyone[i], played]).filter(([, { score }]) => score >= LEAST).sort((a, b) => a[1].score - b[1].score)[0];
@@ -206,10 +205,9 @@ class Race {
       this.formula.textContent = `The score adds up its parts, each at most 1, and is at least 0. ${explained(episode.breakdown, task.grade).replace(/^./, (letter) => letter.toUpperCase())}.`;
       this.parts.title = this.formula.textContent;
       this.phases = episode.phase;
-      this.arrivals = episode.arrivals;
       this.target = shared ? { ...SHARED, episode: { ...newRun(), score: this.claimed } } : { ...goal, episode };
       if (!this.defaults) {
-        const vllm = base.key === "vllm_defaults", { action } = await play(base);
+        const vllm = base.key === "vllm_defaults", { action } = base === goal ? episode : await brief(base);
         if (generation !== this.generation) return;
         this.defaults = { action: first(action), text: vllm ? "Your sliders are at vLLM's defaults." : `Your sliders are where ${base.called} starts.` };
         this.defaultsButton.textContent = vllm ? "vLLM's defaults" : `Where ${base.called} starts`;
@@ -219,8 +217,8 @@ class Race {
       this.hidden.delete(this.target.key);
       this.scale = "Scores go from 0 to 1.";
       this.showTarget();
-      // The race can start; the other players follow.
-      this.loaded = Promise.all(everyone.map(play));
+      // The race can start; the players' whole episodes follow, one after the other: a slow connection has room for the race.
+      this.loaded = inTurn(everyone, play);
       this.replayed = shared && this.replay(this.target.episode, shared, generation);
       this.startButton.disabled = false;
       this.updateButtons();
@@ -228,6 +226,7 @@ class Race {
       const episodes = await this.loaded;
       if (generation !== this.generation) return;
       const rivals = everyone.map((rival, i) => ({ ...rival, episode: episodes[i] }));
+      this.arrivals = episodes[0].arrivals;
       const scores = ({ episode: { score } }) => score >= LEAST;
       const rest = rivals.filter((rival) => !scores(rival));
       this.rivals = [...(shared ? [this.target] : []), ...rivals.filter(scores)];
@@ -863,6 +862,13 @@ const trials = (action, moves) => [action, ...moves.map(({ name, value }) => ({ 
 function bestMove(moves, scores, stay, gain = GAIN) {
   const score = Math.max(...scores);
   return score > stay + gain ? { ...moves[scores.indexOf(score)], score } : undefined;
+}
+
+/** What a function answers for each of a list, one at a time. */
+async function inTurn(list, answer) {
+  const answers = [];
+  for (const each of list) answers.push(await answer(each));
+  return answers;
 }
 
 /** A number of things, such as "2 replicas". */

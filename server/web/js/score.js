@@ -27,7 +27,7 @@ const SEEN = {
   slo: ({ metrics }) => `${compact(Math.round(sum(metrics.slo_violations)))} violations`,
   cost: ({ observation }, { cost_budget: budget }) => `${percent(observation.cost_so_far.at(-1) / budget)} of the budget spent`,
   stability: ({ action }) => `${changes(action.batch_size) + changes(action.kv_budget)} moves of Batch size and KV cache`,
-  ttft: ({ metrics }) => `${compact(mean(metrics.ttft_p50_ms))} ms to the first token`,
+  ttft: ({ metrics }) => `a mean of ${compact(mean(metrics.ttft_p50_ms))} ms`,
   memory: ({ metrics }, { memory_hard_limit_gb: limit }) => `a peak of ${Math.max(...metrics.gpu_memory_gb).toFixed(1)} GB (limit: ${limit} GB)`,
   gpus: ({ action }) => `${compact(mean(action.replicas))} replicas on average`,
   churn: ({ action }) => `${compact(sum(action.replicas.slice(1).map((count, i) => Math.abs(count - action.replicas[i]))))} replicas added or removed`,
@@ -41,7 +41,7 @@ function weightsOf(breakdown, { weights }) {
 }
 
 /** Why a score is 0: its parts, weighed. */
-export const summed = (breakdown, grade) => `${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part]).replace("-", "−")}`).join(", ")}: together no more than 0, so the score is 0.`;
+export const summed = (breakdown, grade) => `The score is 0 because its parts add up to no more: ${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part]).replace("-", "−")}`).join(", ")}.`;
 
 /** The part on which a run lost most to a better one, as `part` and, in words, `text`; undefined if it lost on none. */
 export function mostLost(mine, theirs, task) {
