@@ -46,6 +46,7 @@ from ops.capacity import (
     play_policy,
     refused,
     screen,
+    side_by_side,
     too_few,
 )
 from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
@@ -226,14 +227,19 @@ def make_plan(
     tokens_per_s = float(log.output_tokens.sum()) / max(1.0, float(log.arrival_s[-1]))
     limit_ms = strictest.limit_ms if strictest else None
     request_tokens = np.sort(played.prompt_tokens + played.output_tokens)
-    searches = []
-    for at, (name, table) in enumerate(tables.items()):
-        tasks = [log_task(part, table, limit_ms) for part in (searched, played)]
+    shares = dict.fromkeys(tables, 0.0)
+
+    def tell(name: str, share: float) -> None:
+        shares[name] = share
+        progress(f"searching {name}", sum(shares.values()) / (len(tables) + 1))
+
+    def search(name: str) -> _Card:
+        table = tables[name]
         card = _Card(
             name,
             table,
-            tasks[0],
-            tasks[1],
+            log_task(searched, table, limit_ms),
+            log_task(played, table, limit_ms),
             request_tokens,
             tokens_per_s,
             objectives,
@@ -245,9 +251,11 @@ def make_plan(
             replicas_min,
             router,
         )
-        progress(f"searching {name}", at / (len(tables) + 1))
-        card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
-        searches.append(card)
+        card.search(partial(tell, name))
+        tell(name, 1.0)
+        return card
+
+    searches = side_by_side(search, tables)
     found = sorted((c for c in searches if c.best is not None), key=_Card.price)
     tried = [plan for card in searches for plan in card.tried]
     growth: list[dict[str, Any]] = []
@@ -259,7 +267,7 @@ def make_plan(
         first = found[0]
         adaptive, saved, gain, chance = first.adaptive(policies)
         scaling = first.autoscaled()
-        growth = [first.under(factor, searched.faster(factor)) for factor in GROWTH]
+        growth = side_by_side(lambda factor: first.under(factor, searched.faster(factor)), GROWTH)
     progress("done", 1.0)
     return PlanReport(
         log=log_summary(log),
@@ -327,11 +335,6 @@ def _able(
 def _tiers(table: ServingTables, precisions: Sequence[str] | None) -> list[int]:
     """Indices of the precisions that may be used."""
     return [i for i, tier in enumerate(table.tiers) if precisions is None or tier in precisions]
-
-
-def _within(progress: Progress, what: str, at: int, parts: int, share: float) -> None:
-    """Report the progress of one of several parts."""
-    progress(what, (at + share) / parts)
 
 
 def busiest(log: RequestLog, seconds: float, requests: int) -> RequestLog:
@@ -434,7 +437,8 @@ class _Card:
                 least = smallest_fleet(self._whole, tried, tried, self._required)
                 self.best = None if least is None else self._whole(least)
             return
-        for units in {1, least // 2, least + 1} - {0}:  # show what smaller and larger fleets achieve
+        shown = {1, least // 2, least + 1} - {0}  # what smaller and larger fleets achieve
+        for units in shown:
             best_on(units)
         if self._all_searched:
             self.best = best_on(least)
@@ -447,6 +451,8 @@ class _Card:
             self.best = whole
         if self.best is None and (more := smallest_fleet(self._whole, least, self._most, self._required, least)):
             self.best = self._whole(more)
+        for units in shown:
+            self._whole(units)
 
     def _whole(self, units: int) -> Plan:
         """The best setting of the busiest part, played on all of the log."""
@@ -463,10 +469,10 @@ class _Card:
 
     @property
     def tried(self) -> list[Plan]:
-        """Fleets played on all of the log: the finalists or, for a long log, the best for each number of GPUs."""
+        """Fleets played on all of the log: the finalists or, for a long log, the best of each number of GPUs."""
         if self._all_searched:
             return [plan for plans in self._known.values() for plan in plans]
-        return [self._whole(units) for units in self._known]
+        return list(self._on_all.values())
 
     @property
     def largest(self) -> Plan:
@@ -664,16 +670,21 @@ class _Card:
         if "quant_tier" in held and self._tiers != [0]:
             return [], 0, 0.0, 0.0
         knobs = tuple(k for k in self._played.active_actions if k not in held)
-        units, saved = self.best.n_gpus // self._cards_each, 0
-        found: list[Plan] = []
-        for name in policies:
+        units = self.best.n_gpus // self._cards_each
+
+        def fewer_and_fewer(name: str) -> list[Plan]:
+            """The policy on as many GPUs and on fewer, until it no longer meets the objectives."""
+            plans: list[Plan] = []
             for n in range(units, 0, -1):
                 task = replace(on_replicas(self._played, n), active_actions=knobs)
                 outcome = play_policy(name, make_agent(name, task), task, self._tables, NEUTRAL, self._router).outcome
-                found.append(self._plan(name, outcome, None))
-                if not found[-1].meets:
+                plans.append(self._plan(name, outcome, None))
+                if not plans[-1].meets:
                     break
-                saved = max(saved, units - n)
+            return plans
+
+        found = [plan for plans in side_by_side(fewer_and_fewer, policies) for plan in plans]
+        saved = max((units - plan.n_gpus // self._cards_each for plan in found if plan.meets), default=0)
         if not saved:
             return found, 0, 0.0, 0.0
         fewer = units - saved

@@ -19,7 +19,7 @@ from agents.policies.autoscalers import Autoscaler, HpaAgent, PlannerAgent, Plan
 from agents.policies.capacity import Plan, Setting
 from inferencegym.models import Router, ServeAction
 from inferencegym.tasks import TaskSpec
-from ops.capacity import NEUTRAL, PolicyOutcome, play_policy
+from ops.capacity import NEUTRAL, PolicyOutcome, play_policy, side_by_side
 from simulator.hardware.tables import ServingTables
 from simulator.workload import load_source
 
@@ -85,8 +85,9 @@ def autoscaled(
         return []
     scaling = replace(task, fleet=replace(task.fleet, max_replicas=most))
     replica = _replica(task, tables, action)
-    found = []
-    for name, target in product(("hpa", "planner"), TARGETS):
+
+    def played(named: tuple[str, float]) -> Autoscaled:
+        name, target = named
         agent: Autoscaler = (
             HpaAgent(scaling, target, compression=1.0, replica=replica)
             if name == "hpa"
@@ -94,24 +95,23 @@ def autoscaled(
         )
         outcome = play_policy(name, agent, scaling, tables, NEUTRAL, router).outcome
         late_more = outcome.slo_miss_share - before.slo_miss_share
-        found.append(
-            Autoscaled(
-                policy=name,
-                target=target,
-                max_replicas=most,
-                mean_replicas=most * outcome.gpu_seconds / before.gpu_seconds,
-                start_s=replica.start_s,
-                gpu_seconds=outcome.gpu_seconds,
-                saved_share=1.0 - outcome.gpu_seconds / before.gpu_seconds,
-                share_in_time=1.0 - outcome.slo_miss_share,
-                late_more=late_more,
-                meets=late_more <= MAY_MISS if meets is None else meets(outcome),
-                figures=outcome.figures,
-                t_s=outcome.timeline["t_s"],
-                replicas=outcome.timeline["replicas"],
-            )
+        return Autoscaled(
+            policy=name,
+            target=target,
+            max_replicas=most,
+            mean_replicas=most * outcome.gpu_seconds / before.gpu_seconds,
+            start_s=replica.start_s,
+            gpu_seconds=outcome.gpu_seconds,
+            saved_share=1.0 - outcome.gpu_seconds / before.gpu_seconds,
+            share_in_time=1.0 - outcome.slo_miss_share,
+            late_more=late_more,
+            meets=late_more <= MAY_MISS if meets is None else meets(outcome),
+            figures=outcome.figures,
+            t_s=outcome.timeline["t_s"],
+            replicas=outcome.timeline["replicas"],
         )
-    return found
+
+    return side_by_side(played, product(("hpa", "planner"), TARGETS))
 
 
 def _replica(task: TaskSpec, tables: ServingTables, action: ServeAction) -> ReplicaPlan:

@@ -337,7 +337,9 @@ class Simulation:
         """Compute and cache a model's decode attention for a number of sequences."""
         row = self.models[m].known_attention_row(n_decode)
         self.arrays["n_contexts"][m] = len(row)
-        self.arrays["attention_ms"][m, n_decode, : len(row)] = row
+        # The first cell last: it says that the row is complete, to runs on other threads too.
+        self.arrays["attention_ms"][m, n_decode, 1 : len(row)] = row[1:]
+        self.arrays["attention_ms"][m, n_decode, 0] = row[0]
 
     def prefill_attention_ms(self, m: int, r: int, n_chunks: int) -> float:
         """Prefill attention of the chunks that a replica is about to run."""
