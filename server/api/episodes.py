@@ -80,7 +80,7 @@ class EpisodeRoutes(Routes):
     def routes(self) -> list[Route]:
         family = self._family
         more: dict[str, Any] = {"response_model_exclude_unset": True}
-        answer = dict[str, Any]
+        info = dict[str, Any]
         stepped = {"types": {"body": step_request(family)}, "response_model": step_answer(family), **more}
         started = {"types": {"body": (reset_request(family), None)}, "response_model": reset_answer(family), **more}
         # Without a body, the caller's latest episode is graded.
@@ -94,11 +94,11 @@ class EpisodeRoutes(Routes):
             self._post("/grader", self.grade, "Score an episode", **graded),
             self._route("/health", self.health, "Health of the server", **more),
             self._route("/tasks", self.tasks, "List of tasks", response_model=TasksAnswer, **more),
-            self._route("/info", self.info, "Schemas, reward, calibration, provenance", response_model=answer, **more),
+            self._route("/info", self.info, "Schemas, reward, calibration and provenance", response_model=info, **more),
         ]
         if players_of(family).baseline is not None:
             routes.append(
-                self._route("/baseline", self.baseline, "Scores of the baselines", response_model=answer, **more)
+                self._route("/baseline", self.baseline, "Scores of the baselines", response_model=info, **more)
             )
         if family.manifest is not None:
             yaml = {200: {"content": {family.http.manifest_type: {"schema": {"type": "object"}}}}}
