@@ -6,6 +6,11 @@ export const STARTS = ["hpa", "vllm_defaults", "naive"];
 /** The seed of the day (UTC), such as 20260131: everybody gets the same traffic. */
 export const today = () => Number(new Date().toISOString().slice(0, 10).replaceAll("-", ""));
 
+export const MAX_SEED = 2 ** 53 - 1;
+
+/** Whether a text is a seed. */
+export const isSeed = (text) => /^\d+$/.test(text) && Number(text) <= MAX_SEED;
+
 /** Body of POST /play for the scores and actions of an episode. */
 export const briefly = (task_id, seed, agent) => ({ task_id, seed, agent, brief: true });
 
@@ -32,7 +37,8 @@ async function askAhead() {
   const listed = await ask(`policies?task_id=${encodeURIComponent(params.get("task") ?? "3")}`); // the race's first task
   const { task_id, policies } = await listed.clone().json();
   const agent = STARTS.find((start) => policies.some(({ name }) => name === start));
-  ask("play", withBody(briefly(task_id, Number(params.get("seed") ?? today()), agent)));
+  const seed = params.get("seed") ?? "";
+  ask("play", withBody(briefly(task_id, isSeed(seed) ? Number(seed) : today(), agent)));
 }
 
 /** Settled once all is asked for. */

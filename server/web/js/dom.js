@@ -1,5 +1,7 @@
 /** Small helpers to build and find elements. */
 
+import { MAX_SEED } from "./ahead.js";
+
 /** An element with properties (`class`, `text`, `on` = listeners, anything else an attribute) and children. */
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
@@ -78,11 +80,6 @@ export function problem(error) {
   const next = error.next ? ` What to do: ${error.next}.` : "";
   return el("p", { class: "problem", role: "alert", text: `${error.message}.${next}`.replace("..", ".") });
 }
-
-export const MAX_SEED = 2 ** 53 - 1;
-
-/** Whether a text is a seed. */
-export const isSeed = (text) => /^\d+$/.test(text) && Number(text) <= MAX_SEED;
 
 /** The seed in a field. Throws an error for the visitor if the field holds no seed. */
 export function seedOf({ value }) {

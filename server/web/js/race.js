@@ -1,10 +1,10 @@
 /** Race tab: the visitor and the built-in policies play the same episode, second by second. */
 
 import * as address from "./address.js";
-import { STARTS, asked, briefly, today } from "./ahead.js";
+import { MAX_SEED, STARTS, asked, briefly, isSeed, today } from "./ahead.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
-import { MAX_SEED, announce, copy, download, el, field, fill, isSeed, problem, seedOf, select } from "./dom.js";
+import { announce, copy, download, el, field, fill, problem, seedOf, select } from "./dom.js";
 import { compact, mean, percent, score as shownScore, sum, words } from "./format.js";
 import { Knobs, hints, knobsOf } from "./knobs.js";
 import { handed, keep, takeKept } from "./kept.js";
