@@ -373,11 +373,16 @@ def reward_format(reward: str | None) -> tuple[RewardFormat, str | None]:
     """
     if reward not in (None, "plan", "grade", "score", "scaled", "bounded"):
         raise refusal("reward", reward, "one of plan, grade, score, scaled, bounded")
-    if reward == "scaled":
-        return (lambda grades, config: _squashed(grades / config.episode_length)), "grade"
-    if reward == "bounded":
-        return (lambda grades, config: _squashed(grades / config.hold)), "grade"
-    return _unchanged, reward
+    formats = {"scaled": _scaled, "bounded": _bounded}
+    return (formats[reward], "grade") if reward in formats else (_unchanged, reward)
+
+
+def _scaled(reward: FloatArray, config: EpisodeConfig) -> FloatArray:
+    return _squashed(reward / config.episode_length)
+
+
+def _bounded(reward: FloatArray, config: EpisodeConfig) -> FloatArray:
+    return _squashed(reward / config.hold)
 
 
 def _squashed(x: FloatArray) -> FloatArray:

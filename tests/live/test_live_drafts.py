@@ -182,7 +182,7 @@ def test_the_table_compares_with_the_fastest_constant_draw_by_draw() -> None:
         if (name, seed) != ("TurboSpec's rule", 1)
     ]
     validation = {name: {"flood": 9.0} for name in ms}
-    text = markdown({"engine": "0.32.0", "runs": runs, "validation": validation, "heuristic_drafts": 0})
+    text = markdown({"place": "cpu", "engine": "0.32.0", "runs": runs, "validation": validation, "heuristic_drafts": 0})
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     names = ("policy", "PPO", "constant 1", "vLLM's own table", "constant 2", "TurboSpec's rule (1 draw)")
     assert [row[0] for row in rows] == [f"| {name}" for name in names]
