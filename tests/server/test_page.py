@@ -1411,7 +1411,7 @@ def test_tabs_are_walked_with_arrow_keys_and_named_in_the_address(visit: Visit) 
 
 def objections(page: Page) -> list[str]:
     """Violations that axe finds on the current page once nothing fades in any more: rule and first element."""
-    page.wait_for_function("document.getAnimations().every((animation) => animation.playState !== 'running')")
+    page.evaluate("Promise.all(document.getAnimations().map((animation) => animation.finished.catch(() => {})))")
     found = Axe().run(page).response["violations"]
     return [f"{v['id']}: {v['nodes'][0]['html'][:120]} {v['nodes'][0]['any'][0]['message'][:160]}" for v in found]
 
