@@ -754,8 +754,8 @@ def contestants(tables: ServingTables, policy: Path, acceptance: float) -> dict[
 def compare(options: argparse.Namespace, folder: Path, scratch: Path) -> None:
     """Play everything that was prepared on the engine."""
     tables = load_tables(folder / TABLE_FILE)
-    chosen = json.loads((folder / CHOSEN_FILE).read_text(encoding="utf-8"))
-    result: dict[str, Any] = {"place": options.place, **chosen, "runs": []}
+    prepared = json.loads((folder / CHOSEN_FILE).read_text(encoding="utf-8"))
+    result: dict[str, Any] = {"place": options.place, **prepared, "runs": []}
     acceptance = result["table_acceptance"]
     players = contestants(tables, folder / POLICY_FILE, acceptance)
     cells = [(workload, name) for workload in HERE.workloads for name in players]

@@ -371,10 +371,11 @@ def reward_format(reward: str | None) -> tuple[RewardFormat, str | None]:
     that a step of overload costs no more than two or three good ones. Other kinds stay as they are. Raises
     :class:`InvalidConfigError` for an unknown one.
     """
-    if reward not in (None, "plan", "grade", "score", "scaled", "bounded"):
-        raise refusal("reward", reward, "one of plan, grade, score, scaled, bounded")
-    formats = {"scaled": _scaled, "bounded": _bounded}
-    return (formats[reward], "grade") if reward in formats else (_unchanged, reward)
+    squashed = {"scaled": _scaled, "bounded": _bounded}
+    kinds = ("plan", "grade", "score", *squashed)
+    if reward is not None and reward not in kinds:
+        raise refusal("reward", reward, f"one of {', '.join(kinds)}")
+    return (squashed[reward], "grade") if reward in squashed else (_unchanged, reward)
 
 
 def _scaled(reward: FloatArray, config: EpisodeConfig) -> FloatArray:

@@ -17,6 +17,9 @@ export const sum = (values) => values.reduce((total, value) => total + value, 0)
 
 export const mean = (values) => (values.length ? sum(values) / values.length : 0);
 
+/** How often a value differs from the one before it. */
+export const changes = (values) => values.filter((value, i) => i > 0 && value !== values[i - 1]).length;
+
 const PARTS = { slo: "few violations", ttft: "first token", cost: "low cost", gpus: "few replicas", churn: "few changes" }; // of a score
 
 /** A field name as words: `mean_ttft_ms` becomes `mean ttft ms`. */

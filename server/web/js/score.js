@@ -1,7 +1,7 @@
 /** Table of scores and their parts, with bars. */
 
 import { el, scrolling } from "./dom.js";
-import { compact, mean, percent, score, sum, words } from "./format.js";
+import { changes, compact, mean, percent, score, sum, words } from "./format.js";
 
 const LEAST = 0.005; // in score: a smaller loss is not told
 
@@ -32,7 +32,6 @@ const SEEN = {
   gpus: ({ action }) => `${compact(mean(action.replicas))} replicas on average`,
   churn: ({ action }) => `${compact(sum(action.replicas.slice(1).map((count, i) => Math.abs(count - action.replicas[i]))))} replicas added or removed`,
 };
-const changes = (values) => values.filter((value, i) => i > 0 && value !== values[i - 1]).length;
 
 /** The weight of each part of a score, by name. */
 function weightsOf(breakdown, { weights }) {

@@ -2,6 +2,7 @@
 
 import { colour } from "./charts.js";
 import { el } from "./dom.js";
+import { changes } from "./format.js";
 
 const LANE = 9;
 const GAP = 2;
@@ -68,8 +69,7 @@ export class Strip {
   describe() {
     const parts = this.lanes.map((name) => {
       const values = this.columns[name].slice(0, this.until);
-      const changes = values.filter((value, i) => i > 0 && value !== values[i - 1]).length;
-      return values.length ? `${shown(name, values.at(-1), this.tiers)}, ${changes} changes` : "nothing yet";
+      return values.length ? `${shown(name, values.at(-1), this.tiers)}, ${changes(values)} changes` : "nothing yet";
     });
     return `Decisions of ${this.label} after ${this.until} seconds: ${parts.join("; ")}`;
   }
