@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         choices=("auto", "fp8"),
         default="auto",
-        help="precision of the KV cache; fp8 holds twice as many tokens (default: that of the tables)",
+        help="precision of the KV cache; fp8 holds twice as many tokens and has attention times of its own, except on "
+        "the A100 (default: that of the tables)",
     )
     parser.add_argument(
         "--replicas-min",

@@ -55,7 +55,7 @@ from ops.played import check_router
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
-from simulator.hardware.sources import engine_of, reported_gb
+from simulator.hardware.sources import engine_of, reported_gb, with_fp8_kv
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 from simulator.workload import load_source
@@ -217,7 +217,7 @@ def make_plan(
         raise InvalidConfigError("give at least one objective, as in ttft_p99=500", "objective")
     check_router(router, log)
     if kv_cache_fp8:
-        tables = {name: table.with_fp8_kv() for name, table in tables.items()}
+        tables = {name: with_fp8_kv(table) for name, table in tables.items()}
     tables, left_out = _usable(tables, prices, precisions)
     tables, hopeless = _able(log, tables, precisions)
     first_token = [o for o in objectives if o.quantity == "ttft"]

@@ -218,6 +218,11 @@ def notes(report: PlanReport) -> list[str]:
         *_error_lines(report),
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
+    if any(plan.kv_cache_fp8 for plan in report.plans):
+        found.append(
+            "The KV cache is in FP8: it holds twice as many tokens, and attention takes the times measured with such a "
+            "cache, unless a table's note says otherwise."
+        )
     if single := [plan.hardware for plan in report.plans if plan.n_replicas == 1]:
         found.append(
             f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts: plan with two "

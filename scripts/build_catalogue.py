@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from inferencegym.errors import InvalidConfigError
 from inferencegym.files import atomic_write
 from inferencegym.tasks import (
     AT,
@@ -85,11 +86,18 @@ def pack_operators() -> None:
     """Pack the operators of all tables of the catalogue."""
     from simulator.hardware.aiconfigurator import Deployment, kernels
 
-    def of_tables() -> Iterator[tuple[str, list[KernelTimes]]]:
+    def with_fp8_kv(bare: Deployment, tiers: Sequence[str]) -> list[KernelTimes]:
+        try:
+            return [kernels(replace(bare, kv_cache_dtype="fp8"), tier) for tier in tiers]
+        except InvalidConfigError as error:
+            print(error)
+            return []
+
+    def of_tables() -> Iterator[tuple[str, list[KernelTimes], list[KernelTimes]]]:
         for name, stated in hardware_data()["tables"].items():
             tables = load_tables(DATA_DIR / files()[name])
             bare = replace(Deployment(**stated), tiers=None)
-            yield tables.sha256, [kernels(bare, tier) for tier in tables.tiers]
+            yield tables.sha256, [kernels(bare, tier) for tier in tables.tiers], with_fp8_kv(bare, tables.tiers)
             print(name, flush=True)
 
     write_operators(of_tables())

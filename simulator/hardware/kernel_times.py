@@ -35,6 +35,8 @@ CHUNK_BATCHES: Final = (1, 2, 4, 8, 16, 64)
 """Chunks for which prefill attention is listed: their tokens, the tokens before them, and equal chunks at a time."""
 SHAPES: Final = ("linear", "head", "attention", "prefill")
 """Arrays of the archive for each table, with its precisions as the first axis."""
+FP8_KV: Final = {"attention": "attention_fp8_kv", "prefill": "prefill_fp8_kv"}
+"""Arrays of the archive in place of these with an FP8 KV cache; tables of cards without such measurements lack them."""
 ARCHIVE: Final = DATA_DIR / "tables" / "operators.npz"
 
 
@@ -188,27 +190,42 @@ def _decode_attention(kernels: KernelTimes) -> FloatArray:
     return np.array([[kernels.decode_attention(n, 2 << j) for j in range(LAST_CONTEXT)] for n in ATTENTION_BATCHES])
 
 
-def write_operators(tables: Iterable[tuple[str, Sequence[KernelTimes]]]) -> None:
-    """Pack the operators of tables, given by checksum and precisions, into one archive."""
+def write_operators(tables: Iterable[tuple[str, Sequence[KernelTimes], Sequence[KernelTimes]]]) -> None:
+    """Pack the operators of tables into one archive.
+
+    A table is given by its checksum, its precisions, and these with an FP8 KV cache (none if that is not measured).
+    """
     packed: dict[str, NDArray[np.float32]] = {}
-    for digest, tiers in tables:
-        every = [listed(kernels) for kernels in tiers]
-        packed |= {f"{digest}/{name}": np.array([one[name] for one in every], dtype=np.float32) for name in every[0]}
+    for digest, tiers, fp8_kv in tables:
+        for kernels_of, names in ((tiers, dict(zip(SHAPES, SHAPES, strict=True))), (fp8_kv, FP8_KV)):
+            every = [listed(kernels) for kernels in kernels_of]
+            for name, held in names.items() if every else ():
+                packed[f"{digest}/{held}"] = np.array([one[name] for one in every], dtype=np.float32)
         packed[f"{digest}/layers"] = np.array([kernels.layers for kernels in tiers], dtype=np.float32)
     with atomic_write(ARCHIVE) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **packed)  # type: ignore[arg-type]  # for all that mypy knows, one is allow_pickle
 
 
+def lists_fp8_kv(digest: str) -> bool:
+    """Whether the archive has operators with an FP8 KV cache for the table with this checksum."""
+    with np.load(ARCHIVE) as archive:
+        return all(f"{digest}/{name}" in archive.files for name in FP8_KV.values())
+
+
 @lru_cache(maxsize=64)
 def listed_models(
-    digest: str, tiers: tuple[str, ...], profile: EngineProfile, kv_bytes_per_token: float
+    digest: str, tiers: tuple[str, ...], profile: EngineProfile, kv_bytes_per_token: float, fp8_kv: bool = False
 ) -> tuple[OperatorModel, ...] | None:
-    """Operator models of the shipped table with this checksum; None for other tables."""
+    """Operator models of the shipped table with this checksum, None for other tables.
+
+    With ``fp8_kv`` attention is that of an FP8 KV cache, which :func:`lists_fp8_kv` must list.
+    """
+    names = FP8_KV if fp8_kv else {}
     with np.load(ARCHIVE) as archive:
         if f"{digest}/layers" not in archive.files:
             return None
         layers = archive[f"{digest}/layers"]
-        found = {name: archive[f"{digest}/{name}"].astype(np.float64) for name in SHAPES}
+        found = {name: archive[f"{digest}/{names.get(name, name)}"].astype(np.float64) for name in SHAPES}
     return _models(tiers, layers, found, profile, kv_bytes_per_token)
 
 

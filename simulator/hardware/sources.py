@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
-from inferencegym.errors import TableError
+import numpy as np
+
+from inferencegym.errors import InvalidConfigError, TableError
 from simulator.hardware.engine_times import engine_source
-from simulator.hardware.kernel_times import listed_models, stated_models
+from simulator.hardware.kernel_times import listed_models, lists_fp8_kv, stated_models
 from simulator.hardware.measured_model import MeasuredSource
 from simulator.hardware.operators import OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, engine, hardware, profiles
-from simulator.hardware.tables import ServingTables
+from simulator.hardware.tables import MAX_TIERS, ServingTables
+
+TIMES: Final = ("decode_ms", "prefill_ms", "prefill_marginal_ms", "prefill_saturated_ms")
+"""Columns of a table that operator models give."""
 
 
 def source_of(meta: Mapping[str, Any]) -> Source:
@@ -36,7 +41,8 @@ def operators_of(tables: ServingTables) -> tuple[OperatorModel, ...]:
     not installed.
     """
     profile, bytes_per_token = engine_of(tables.meta), float(tables.meta["kv_bytes_per_token"])
-    found = listed_models(tables.sha256, tables.tiers, profile, bytes_per_token)
+    narrow = tables.kv_cache_fp8 and lists_fp8_kv(tables.sha256)
+    found = listed_models(tables.sha256, tables.tiers, profile, bytes_per_token, narrow)
     return _own_operators(tables) if found is None else found
 
 
@@ -57,6 +63,53 @@ def _own_operators(tables: ServingTables) -> tuple[OperatorModel, ...]:
             "build-table`, which also needs the extra 'hardware', or install that here"
         ) from error
     return tuple(source.operators(tier, profile) for tier in tables.tiers)
+
+
+def with_fp8_kv(tables: ServingTables) -> ServingTables:
+    """A table with its KV cache in FP8, which holds twice as many tokens; itself if it has one.
+
+    Its times are those of attention with such a cache where the catalogue lists them, else those of a 16-bit cache, and
+    a warning in the metadata says so. Support stays that of a 16-bit cache. Raises :class:`InvalidConfigError` for a
+    measured engine, whose cache is part of the measurement.
+    """
+    if tables.kv_cache_fp8:
+        return tables
+    meta = tables.meta
+    if "measured_engine" in meta:
+        raise InvalidConfigError(
+            f"kv_cache_dtype=fp8 is not allowed for {meta['hardware']}: its times and pool are those of an engine; "
+            "start that with --kv-cache-dtype fp8 and measure again",
+            "kv_cache_dtype",
+        )
+    columns = {**tables.columns, "kv_capacity_tokens": 2 * tables.columns["kv_capacity_tokens"]}
+    meta = {**meta, "kv_cache_dtype": "fp8", "kv_bytes_per_token": meta["kv_bytes_per_token"] / 2}
+    narrow = replace(tables, columns=columns, meta=meta)
+    if lists_fp8_kv(tables.sha256):
+        return _timed(narrow)
+    warning = "attention with an FP8 KV cache is computed with 16-bit timings: this table has no others"
+    return replace(narrow, meta={**meta, "warnings": [*meta.get("warnings", ()), warning]})
+
+
+def _timed(tables: ServingTables) -> ServingTables:
+    """The table with the times of its operator models in place of its columns."""
+    models = operators_of(tables)
+    of_tier = [models[min(tier, len(models) - 1)] for tier in range(MAX_TIERS)]
+    drafts, batches, prompts = (
+        [int(point) for point in tables.axes[name]] for name in ("spec_length", "batch_size", "prompt_len_bucket")
+    )
+    columns = {name: np.empty_like(tables.columns[name]) for name in TIMES}
+    for at in np.ndindex(MAX_TIERS, len(drafts), len(batches), len(prompts)):
+        model, k, n, prompt = of_tier[at[0]], drafts[at[1]], batches[at[2]], prompts[at[3]]
+        cell = (*at[:2], slice(None), *at[2:])
+        columns["decode_ms"][cell] = model.decode_ms(n, prompt, k)
+        columns["prefill_ms"][cell] = model.prefill_ms(prompt)
+        columns["prefill_marginal_ms"][cell] = model.prefill_marginal_ms(prompt, n, prompt, k)
+        columns["prefill_saturated_ms"][cell] = model.prefill_saturated_ms(prompt, n, prompt, k)
+    iterations = [
+        [[[m.decode_ms(int(n), x, k) for x in prompts] for n in tables.iteration_batches] for k in drafts]
+        for m in models
+    ]
+    return replace(tables, columns={**tables.columns, **columns}, meta={**tables.meta, "iteration_ms": iterations})
 
 
 def fleet_rules_of(tables: ServingTables) -> Mapping[str, Any]:

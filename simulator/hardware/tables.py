@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -157,33 +157,9 @@ class ServingTables:
 
     @property
     def kv_cache_fp8(self) -> bool:
-        """Whether the KV cache has 8 bits a value: measured so by the table's source, or by :meth:`with_fp8_kv`."""
+        """Whether the KV cache has 8 bits a value: built so, or by :func:`simulator.hardware.sources.with_fp8_kv`."""
         deployment = self.meta.get("aiconfigurator", {}).get("deployment", {})
         return "fp8" in (self.meta.get("kv_cache_dtype"), deployment.get("kv_cache_dtype"))
-
-    def with_fp8_kv(self) -> ServingTables:
-        """The same with a KV cache in FP8, which holds twice as many tokens; itself if it has one.
-
-        Operator times stay those of a 16-bit cache, and a warning in the metadata says so. Raises
-        :class:`InvalidConfigError` for a measured engine, whose cache is part of the measurement.
-        """
-        if self.kv_cache_fp8:
-            return self
-        if "measured_engine" in self.meta:
-            raise InvalidConfigError(
-                f"kv_cache_dtype=fp8 is not allowed for {self.meta['hardware']}: its times and pool are those of an "
-                "engine; start that with --kv-cache-dtype fp8 and measure again",
-                "kv_cache_dtype",
-            )
-        warning = "attention was not measured with an FP8 KV cache: it takes as long as with 16 bits"
-        meta = {
-            **self.meta,
-            "kv_bytes_per_token": self.meta["kv_bytes_per_token"] / 2,
-            "kv_cache_dtype": "fp8",
-            "warnings": [*self.meta.get("warnings", ()), warning],
-        }
-        columns = {**self.columns, "kv_capacity_tokens": 2 * self.columns["kv_capacity_tokens"]}
-        return replace(self, columns=columns, meta=meta)
 
     def kv_pool_tokens(self, tier: int, kv_budget: float, drafts: bool) -> int:
         """Tokens that a replica's KV pool holds (:func:`simulator.hardware.memory.kv_pool_gb`)."""

@@ -24,7 +24,7 @@ from ops.plan import Plan, action_of, busiest, make_plan, registered_tables
 from ops.report import notes, plan_report
 from simulator.events.requests import Outcome
 from simulator.hardware.catalogue import table_path
-from simulator.hardware.sources import operators_of
+from simulator.hardware.sources import operators_of, with_fp8_kv
 from simulator.hardware.tables import load_tables
 from simulator.load.requests import RequestLog
 from tests.known_engine import table_file
@@ -196,26 +196,40 @@ def test_objectives_by_window_ask_for_a_share_of_the_windows_and_may_include_the
     assert "in 75% of the windows of 5 minutes" in plan_report(found[0.75]).lead
 
 
-def test_an_fp8_kv_cache_holds_twice_as_many_tokens_and_the_report_says_what_was_not_measured() -> None:
+def test_an_fp8_kv_cache_holds_twice_as_many_tokens_with_the_times_measured_with_it_and_the_report_says_so() -> None:
     log, objectives = gamma_log(1.0, 12.0, 300, 4_000.0), [parse_objective("ttft_p99=20000")]
     tables = registered_tables(["l40s-llama-3.1-8b"])
     table = tables["l40s-llama-3.1-8b"]
-    halved = table.with_fp8_kv()
+    halved = with_fp8_kv(table)
     assert halved.kv_pool_tokens(0, 1.0, False) == pytest.approx(2 * table.kv_pool_tokens(0, 1.0, False), abs=1)
-    assert halved.with_fp8_kv() is halved
-    assert operators_of(halved)[0].kv_bytes_per_token == operators_of(table)[0].kv_bytes_per_token / 2
+    assert with_fp8_kv(halved) is halved
     found = {fp8: make_plan(log, objectives, tables, kv_cache_fp8=fp8, policies=()) for fp8 in (False, True)}
-    assert "attention was not measured with an FP8 KV cache" in " ".join(notes(found[True]))
-    assert "FP8 KV cache" not in " ".join(notes(found[False]))
+    assert "attention takes the times measured with such a cache" in " ".join(notes(found[True]))
+    assert "16-bit timings" not in " ".join(notes(found[True]))
+    assert "FP8" not in " ".join(notes(found[False]))
     config = engine_files(found[True].plans[0], halved, found[True])
     assert "\nkv-cache-dtype: fp8\n" in config["vllm"]
     assert "\nkv-cache-dtype: fp8_e4m3\n" in config["sglang"]
     assert "kv-cache-dtype" not in engine_files(found[False].plans[0], table, found[False])["vllm"]
 
 
+def test_a_card_that_nothing_was_measured_on_with_an_fp8_kv_cache_keeps_its_times_and_the_report_says_so() -> None:
+    log, objectives = gamma_log(1.0, 2.0, 100), [parse_objective("ttft_p99=20000")]
+    tables = registered_tables(["a100-qwen3-8b"])
+    table = tables["a100-qwen3-8b"]
+    halved = with_fp8_kv(table)
+    assert halved.kv_pool_tokens(0, 1.0, False) == pytest.approx(2 * table.kv_pool_tokens(0, 1.0, False), abs=1)
+    (wide,), (narrow,) = operators_of(table), operators_of(halved)
+    assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token / 2
+    assert narrow.step_ms(64, 4_000) == wide.step_ms(64, 4_000)
+    assert (halved.iteration_ms == table.iteration_ms).all()
+    report = make_plan(log, objectives, tables, kv_cache_fp8=True, policies=())
+    assert "a100-qwen3-8b: attention with an FP8 KV cache is computed with 16-bit timings" in " ".join(notes(report))
+
+
 def test_the_kv_cache_of_a_measured_engine_stays_what_it_was(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match="measure again"):
-        load_tables(table_file(tmp_path / "mine.parquet")).with_fp8_kv()
+        with_fp8_kv(load_tables(table_file(tmp_path / "mine.parquet")))
 
 
 def test_where_512_requests_at_a_time_are_too_few_a_plan_goes_to_1024_and_says_that_it_extrapolates() -> None:

@@ -24,7 +24,7 @@ from simulator.hardware.memory import kv_capacity_tokens
 from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, Chunk
 from simulator.hardware.profiles import engine
 from simulator.hardware.raw_keys import RawKeys
-from simulator.hardware.sources import engine_of, operators_of, source_of
+from simulator.hardware.sources import engine_of, operators_of, source_of, with_fp8_kv
 from simulator.hardware.tables import load_tables
 from simulator.offline.table import PROMPT_TOKENS, Slice, table_row
 
@@ -217,6 +217,38 @@ def test_listed_operators_give_the_librarys_iterations(name: str) -> None:
                 assert stated == kv_capacity_tokens(source, tier_name, share, drafts)
 
 
+@pytest.mark.parametrize("name", ["h200-llama-3.1-70b-tp2", "l40s-gpt-oss-20b", "b200-llama-3.1-8b"])
+def test_a_shipped_table_with_an_fp8_kv_cache_has_the_times_that_the_library_measured_with_one(name: str) -> None:
+    """Else: python -m scripts.build_catalogue --operators."""
+    shipped = load_tables(table_path(name))
+    tables, profile = with_fp8_kv(shipped), engine_of(shipped.meta)
+    source = AiconfiguratorSource(
+        Deployment(**{**shipped.meta["aiconfigurator"]["deployment"], "kv_cache_dtype": "fp8"})
+    )
+    drafts, batches, prompts = (list(tables.axes[axis]) for axis in ("spec_length", "batch_size", "prompt_len_bucket"))
+    for t, tier in enumerate(tables.tiers):
+        library, listed = source.operators(tier, profile), operators_of(tables)[t]
+        for n, context, chunks in ((300, 900, ()), (20, 700, (Chunk(90), Chunk(2_500))), (64, 4_000, (Chunk(8_128),))):
+            expected = library.step_ms(n, context, chunks)
+            assert listed.step_ms(n, context, chunks) == pytest.approx(expected, rel=0.01)
+        for n, context, k in ((1, 128, 0), (64, 4_096, 0), (128, 1_024, 2)):
+            i, j, s = batches.index(n), prompts.index(context), drafts.index(k)
+            expected = library.decode_ms(n, context, k)
+            assert tables.decode_ms[t, s, i, j] == pytest.approx(expected, rel=1e-6)
+            at = tables.iteration_batches.tolist().index(n)
+            assert tables.iteration_ms[t, s, at, j] == pytest.approx(expected, rel=1e-6)
+            assert tables.prefill_ms[t, j] == pytest.approx(library.prefill_ms(context), rel=0.01)
+            for column, expected in (
+                (tables.prefill_marginal_ms, library.prefill_marginal_ms(context, n, context)),
+                (tables.prefill_saturated_ms, library.prefill_saturated_ms(context, n, context)),
+            ):
+                assert column[t, i, j] == pytest.approx(expected, rel=0.015)
+        # Long contexts are read faster.
+        assert tables.decode_ms[t, 0, 5, 7] < 0.98 * shipped.decode_ms[t, 0, 5, 7]
+        for share, k in ((0.25, 0), (1.0, 2)):
+            assert tables.kv_pool_tokens(t, share, k > 0) == kv_capacity_tokens(source, tier, share, k)
+
+
 def test_a_built_table_is_played_without_the_library_and_gives_its_iterations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +262,7 @@ def test_a_built_table_is_played_without_the_library_and_gives_its_iterations(
     listed = operators_of(tables)[0]
     for n, context, chunks in ((1, 500, ()), (200, 900, ()), (20, 700, (Chunk(90), Chunk(2_500)))):
         assert listed.step_ms(n, context, chunks) == pytest.approx(library.step_ms(n, context, chunks), rel=0.01)
-    halved = operators_of(tables.with_fp8_kv())[0]
+    halved = operators_of(with_fp8_kv(tables))[0]
     assert halved.kv_bytes_per_token == listed.kv_bytes_per_token / 2
 
 
