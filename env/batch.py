@@ -85,7 +85,7 @@ class ServingBatch:
         self.task = task
         self.n_rows = n_rows
         self.config = config or task.config()
-        self.tables = tables if tables is not None and task.hardware is None else tables_of(task.hardware)
+        self.tables = tables_of(task.hardware) if tables is None else tables
         self.calibration = calibration or get_calibration(task.task_id)
         self.n_loads = n_rows if n_loads is None else n_loads
         self.load_source = load_source(task, self.tables)

@@ -61,7 +61,8 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
         self.task = task_of(get_task(task_id), config)
         self._reward, kind = reward_format(reward)
         self.config = self.task.config(with_settings(config, reward=kind, hold=hold))
-        self._made_of = (self.task, num_envs, self.config, tables, calibration)
+        own = None if self.task.hardware else tables  # a task on its own hardware keeps it
+        self._made_of = (self.task, num_envs, self.config, own, calibration)
         self._n_threads = n_threads
         self._make_batch()
         self._actions = action_codec(action, self.task.fleet.max_replicas, self.batch.calibration.replica_knobs)

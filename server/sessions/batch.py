@@ -178,7 +178,7 @@ class BatchSessions:
         # One after the other, so that each finds room for all sessions before it.
         async with self._opening:
             self._make_room(client, n_rows * config.episode_length)
-            make = partial(ServingBatch, task, n_rows, config, tables())
+            make = partial(ServingBatch, task, n_rows, config, None if task.hardware else tables())
             batch: ServingBatch = await self._on_thread(partial(work.timed, make))
             session = BatchSession(new_session_id(), batch, client)
             self._sessions[session.session_id] = session

@@ -205,6 +205,11 @@ def test_an_fp8_kv_cache_holds_twice_as_many_tokens_with_the_times_measured_with
     assert with_fp8_kv(halved) is halved
     found = {fp8: make_plan(log, objectives, tables, kv_cache_fp8=fp8, policies=()) for fp8 in (False, True)}
     assert "attention takes the times measured with such a cache" in " ".join(notes(found[True]))
+    assert found[True].plans[0].n_gpus < found[False].plans[0].n_gpus
+    task = on_replicas(log_task(log, halved), 10)
+    setting = ServeAction(0.9, 0, 512, False, QuantTier(0))
+    wide, narrow = (play_constant(setting, task, each).figures["tpot_p50_ms"] for each in (table, halved))
+    assert narrow < 0.98 * wide
     assert "16-bit timings" not in " ".join(notes(found[True]))
     assert "FP8" not in " ".join(notes(found[False]))
     config = engine_files(found[True].plans[0], halved, found[True])
