@@ -586,11 +586,9 @@ class _Card:
         assert self.best is not None
         if self.best.is_uneven:
             return []
-        action = action_of(self.best)
-        task = on_replicas(self._played, self.best.n_replicas)
-        outcome = play_constant(action, task, self._tables, self._router)
         return autoscaled(
-            *(task, self._tables, action, outcome),
+            *(on_replicas(self._played, self.best.n_replicas), self._tables, action_of(self.best)),
+            late=1.0 - self.best.share_in_time,
             meets=lambda o: self._plan(o.policy, o, None).meets,
             router=self._router,
         )

@@ -70,21 +70,22 @@ def autoscaled(
     task: TaskSpec,
     tables: ServingTables,
     action: ServeAction,
-    constant: PolicyOutcome,
+    late: float,
     meets: Callable[[PolicyOutcome], bool] | None = None,
     router: Router = "shared",
 ) -> list[Autoscaled]:
     """Play autoscalers on a task made from a log; its replicas are the maximum.
 
-    ``constant`` is the outcome of ``action`` with all replicas on the same task. ``meets`` judges outcomes (default: at
-    most the share :data:`MAY_MISS` of the requests is late in addition). With a single replica there is nothing to
-    scale, and the list is empty.
+    ``late`` is the share of requests that miss their objective under ``action`` with all replicas. ``meets`` judges
+    outcomes (default: at most the share :data:`MAY_MISS` of the requests is late in addition). With a single replica
+    there is nothing to scale, and the list is empty.
     """
-    most, before = task.fleet.n_replicas, constant
+    most = task.fleet.n_replicas
     if most == 1:
         return []
     scaling = replace(task, fleet=replace(task.fleet, max_replicas=most))
     replica = _replica(task, tables, action)
+    gpu_seconds = most * (1 + action.prefill_disagg) * tables.cards_per_replica * task.episode_length
 
     def played(named: tuple[str, float]) -> Autoscaled:
         name, target = named
@@ -94,15 +95,15 @@ def autoscaled(
             else PlannerAgent(scaling, [PLANNER.model_copy(update={"target": target})], replica=replica)
         )
         outcome = play_policy(name, agent, scaling, tables, NEUTRAL, router).outcome
-        late_more = outcome.slo_miss_share - before.slo_miss_share
+        late_more = outcome.slo_miss_share - late
         return Autoscaled(
             policy=name,
             target=target,
             max_replicas=most,
-            mean_replicas=most * outcome.gpu_seconds / before.gpu_seconds,
+            mean_replicas=most * outcome.gpu_seconds / gpu_seconds,
             start_s=replica.start_s,
             gpu_seconds=outcome.gpu_seconds,
-            saved_share=1.0 - outcome.gpu_seconds / before.gpu_seconds,
+            saved_share=1.0 - outcome.gpu_seconds / gpu_seconds,
             share_in_time=1.0 - outcome.slo_miss_share,
             late_more=late_more,
             meets=late_more <= MAY_MISS if meets is None else meets(outcome),

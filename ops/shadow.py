@@ -260,7 +260,7 @@ class Field:
 
     def autoscaled(self, constant: Run, action: ServeAction) -> list[Autoscaled]:
         """Play a constant setting under autoscalers."""
-        return autoscaled(self._task(action), self._tables, action, constant.outcome)
+        return autoscaled(self._task(action), self._tables, action, constant.outcome.slo_miss_share)
 
     def _task(self, action: ServeAction) -> TaskSpec:
         task = self._apart if action.prefill_disagg else self._together
