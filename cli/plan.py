@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.import_trace import add_log_arguments, print_log, read_log
-from cli.tables import add_drafts_argument
+from cli.tables import add_drafts_argument, add_kv_cache_argument
 from inferencegym.models import ROUTERS
 
 if TYPE_CHECKING:
@@ -69,13 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
     )
     add_drafts_argument(parser)
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "fp8"),
-        default="auto",
-        help="precision of the KV cache; fp8 holds twice as many tokens and has attention times of its own, except on "
-        "the A100 (default: that of the tables)",
-    )
+    add_kv_cache_argument(parser)
     parser.add_argument(
         "--replicas-min",
         type=int,

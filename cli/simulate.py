@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cli.import_trace import add_log_arguments, print_log, read_log
-from cli.tables import add_table_arguments, chosen_tables
+from cli.tables import add_kv_cache_argument, add_table_arguments, chosen_tables
 from inferencegym.models import ROUTERS
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how requests reach replicas: a shared queue, or a router with a queue per replica (default %(default)s)",
     )
     add_table_arguments(fleet)
+    add_kv_cache_argument(fleet)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--qps", type=float, help=f"mean requests per second, Poisson arrivals (default {DRAWN['qps']:g})"
@@ -213,9 +215,14 @@ def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
     from cli.figures import progress_line
     from inferencegym.models import ServeAction
     from ops.played import PlayedLoad
+    from simulator.hardware.sources import with_fp8_kv
     from simulator.whatif import steady_requests
 
     tables = chosen_tables(args)
+    if args.kv_cache_dtype == "fp8":
+        tables = with_fp8_kv(tables)
+    for warning in tables.meta.get("warnings", ()):
+        print(f"warning: {warning}", file=sys.stderr)
     knobs = {
         "kv_budget": args.kv_budget,
         "spec_length": args.spec_length,

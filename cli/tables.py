@@ -25,6 +25,17 @@ def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_kv_cache_argument(parser: Any) -> None:
+    """Add ``--kv-cache-dtype`` to a parser or a group of its options."""
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="precision of the KV cache; fp8 holds twice as many tokens and has attention times of its own, except on "
+        "the A100 (default: that of the table)",
+    )
+
+
 def chosen_tables(args: argparse.Namespace) -> ServingTables:
     """The table that was chosen, or the default. Raises InvalidConfigError if several are."""
     from inferencegym.errors import InvalidConfigError

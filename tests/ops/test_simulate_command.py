@@ -290,3 +290,21 @@ def test_a_card_and_a_model_stand_for_their_only_table(capsys: Capture) -> None:
         assert "choose one of l40s-llama-3.1-8b, l40s-gpt-oss-20b" in capsys.readouterr().err
         assert main([*command, "--model", "llama-3.1-8b"]) == 2
         assert "--model goes with --hardware" in capsys.readouterr().err
+
+
+def test_an_fp8_kv_cache_holds_more_requests_and_says_where_its_attention_was_not_measured(capsys: Capture) -> None:
+    found = {}
+    for table in ("l40s-llama-3.1-8b", "a100-qwen3-8b"):
+        load = ["simulate", "--hardware", table, "--qps", "1", "--prompt-tokens", "6000", "--requests", "60", "--json"]
+        for dtype in ("auto", "fp8"):
+            assert main([*load, "--kv-cache-dtype", dtype]) == 0
+            told = capsys.readouterr()
+            found[table, dtype] = json.loads(told.out)
+            assert ("computed with 16-bit timings" in told.err) == ((table, dtype) == ("a100-qwen3-8b", "fp8"))
+        assert found[table, "fp8"]["peak_kv_occupancy"] < 0.8 * found[table, "auto"]["peak_kv_occupancy"]
+    measured, computed = (
+        found[table, "fp8"]["tpot_p50_ms"] / found[table, "auto"]["tpot_p50_ms"]
+        for table in ("l40s-llama-3.1-8b", "a100-qwen3-8b")
+    )
+    assert measured < 0.95
+    assert computed == 1.0
