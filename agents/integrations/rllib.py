@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def rllib_config(task_id: TaskId, n_env_runners: int = 0, n_envs: int = 16, seed: int = 0, **env_config: Any) -> Any:
-    """A ``PPOConfig`` for a task; change it, then ``build_algo()``.
+    """A ``PPOConfig`` for a task with RLlib's own settings of training; change it, then ``build_algo()``.
 
     ``env_config`` are arguments of the environment that differ from those of ``-v2``, such as ``hold=10``.
     """
@@ -37,14 +37,15 @@ def rllib_config(task_id: TaskId, n_env_runners: int = 0, n_envs: int = 16, seed
             gym_env_vectorize_mode="vector_entry_point",
             rollout_fragment_length="auto",
         )
-        .training(gamma=0.95, lr=1e-3, train_batch_size_per_learner=3_200, minibatch_size=400, num_epochs=10)
         .debugging(seed=seed)
     )
 
 
 def train(task_id: TaskId, iterations: int, n_env_runners: int = 0) -> list[float]:
     """Mean episode return after each iteration."""
-    algorithm = rllib_config(task_id, n_env_runners).build_algo()
+    config = rllib_config(task_id, n_env_runners)
+    config.training(gamma=0.95, lr=1e-3, train_batch_size_per_learner=3_200, minibatch_size=400, num_epochs=10)
+    algorithm = config.build_algo()
     returns = []
     for i in range(iterations):
         result = algorithm.train()

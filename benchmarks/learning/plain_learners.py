@@ -40,6 +40,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 import inferencegym.gym  # noqa: F401 - registers the environments
 from agents.evaluate import Decide, bracketed, compare, gym_scores, interval, paired
+from agents.integrations.rllib import rllib_config
 from agents.integrations.sb3 import SB3VecEnv
 from agents.protocol import FloatArray
 from agents.seeds import HELD_OUT_SEEDS
@@ -58,7 +59,7 @@ SCALERS: Final = ("hpa", "planner")
 
 
 class Learner(NamedTuple):
-    """A learner's name in the tables, and its class and policy (none: CleanRL's program)."""
+    """A learner's name in the tables, and its class and policy (none: it has a function of its own)."""
 
     label: str
     made_by: str = ""
@@ -72,8 +73,9 @@ LEARNERS: Final = {
     "recurrent": Learner("recurrent PPO, SB3-Contrib", "sb3_contrib.RecurrentPPO", "MlpLstmPolicy"),
     "sbx": Learner("PPO, SBX", "sbx.PPO"),
     "cleanrl": Learner("PPO, CleanRL"),
+    "rllib": Learner("PPO, RLlib"),
 }
-"""SB3-Contrib and SBX are installed apart (docs/ppo.md). DQN takes ``Discrete`` actions only."""
+"""SB3-Contrib and SBX are installed apart (docs/ppo.md). DQN and CleanRL take ``Discrete`` actions only."""
 CLEANRL: Final = "cleanrl/ppo.py of https://github.com/vwxyzjn/cleanrl, commit e421c2e50b81febf639fced51a69e2602593d50d"
 """CleanRL's program. It needs ``tyro``, ``torch`` and ``tensorboard``."""
 CLEANRL_SHA256: Final = "d8dfbb7ac0b21e747b77d6e6673e566db4d6cdacc83bcebcd19cf87ad0e459ae"
@@ -137,6 +139,30 @@ def train(learner: Learner, env_id: str, n_envs: int, seed: int, steps: int, kee
     device = {} if module == "sbx" else {"device": "cpu"}
     model = getattr(importlib.import_module(module), name)(learner.policy, SB3VecEnv(envs), seed=seed, **device)
     model.learn(steps, callback=Scores(env_id, steps // N_SCORES, keep, **settings))
+
+
+def train_rllib(env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **settings: Any) -> None:
+    """Train RLlib's PPO once, in this process; ``keep`` gets the run about :data:`N_SCORES` times and at the end."""
+    started = time.perf_counter()
+    task_id = gymnasium.spec(env_id).kwargs["task_id"]
+    algorithm = rllib_config(task_id, n_envs=n_envs, seed=seed, **settings).build_algo()
+    policy = algorithm.get_module()
+
+    def decide(seen: NDArray[np.float32]) -> NDArray[Any]:
+        with torch.no_grad():
+            logits = policy.forward_inference({"obs": torch.as_tensor(seen)})["action_dist_inputs"]
+            likeliest = policy.get_inference_action_dist_cls().from_logits(logits).to_deterministic()
+            return np.asarray(likeliest.sample())
+
+    done, curve = 0, []
+    while done < steps:
+        done = int(algorithm.train()["num_env_steps_sampled_lifetime"])
+        if done >= min(steps, steps // N_SCORES * (len(curve) + 1)):
+            scores = gym_scores(env_id, decide, **settings)
+            curve.append((done, float(scores.mean())))
+            print(f"{env_id}: {scores.mean():.3f} after {done:,} steps", flush=True)
+            keep(run_of(done, time.perf_counter() - started, scores, curve))
+    algorithm.stop()
 
 
 def run_cleanrl(
@@ -277,7 +303,8 @@ def main() -> None:
     else:
         if args.options:
             parser.error("--options are CleanRL's")
-        learn = partial(train, LEARNERS[args.learner], **({"action": args.action} if args.action else {}))
+        by = train_rllib if args.learner == "rllib" else partial(train, LEARNERS[args.learner])
+        learn = partial(by, **({"action": args.action} if args.action else {}))
     torch.set_num_threads(1)
     # Checks of every distribution's arguments: a large part of the time, and without influence on the numbers.
     torch.distributions.Distribution.set_default_validate_args(False)

@@ -160,6 +160,15 @@ def test_cleanrls_program_is_run_with_its_options_and_its_agent_is_scored(
         plain_learners.checked(program)
 
 
+@pytest.mark.slow
+def test_rllib_learns_with_its_own_defaults_and_its_likeliest_actions_are_scored() -> None:
+    runs: list[dict[str, Any]] = []
+    plain_learners.train_rllib("InferenceGym/StaticUniform-v2", 4, 3, 4000, runs.append)
+    assert [run["steps"] for run in runs] == [4000]
+    assert len(runs[0]["scores"]) == len(HELD_OUT_SEEDS)
+    assert runs[0]["curve"] == [(4000, pytest.approx(np.mean(runs[0]["scores"])))]
+
+
 def test_the_adapter_tells_the_grade_of_every_ended_episode() -> None:
     envs = SB3VecEnv(vector(3, n=2, length=5))
     alone = InferenceGymEnv(3, config={"episode_length": 5}, observation=OBSERVATION, action=ACTION)
