@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from ops import fidelity
 
     if args.what != "score" and args.predictions:
-        raise InvalidConfigError(f"`fidelity {args.what}` reads no files; `fidelity score` does")
+        raise InvalidConfigError(f"`fidelity {args.what}` takes no files: give them to `fidelity score`")
     if args.what == "runs":
         print(fidelity.RUNS_PATH.read_text(encoding="utf-8"), end="")
         return 0
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     simulators = {fidelity.OURS: fidelity.ours()}
     for path in args.predictions:
         if path.stem in simulators:
-            raise InvalidConfigError(f"{path}: there is a row {path.stem!r} already: rename the file")
+            raise InvalidConfigError(f"{path}: another file is named {path.stem!r} too: rename one")
         if not path.is_file():
             raise InvalidConfigError(f"{path}: no such file")
         simulators[path.stem] = fidelity.read_predictions(path)

@@ -115,7 +115,7 @@ def _own_times(args: argparse.Namespace, runs: list[BenchRun]) -> MeasuredEngine
     untimed = [run.name for run in runs if run.timed is None]
     if untimed:
         raise DataFormatError(
-            f"{untimed[0]} has no times of single tokens: run `vllm bench serve` with --save-result --save-detailed"
+            f"{untimed[0]} has no time of each token: run `vllm bench serve` with --save-result --save-detailed"
         )
     timed = [run.timed for run in runs if run.timed is not None]
     longest = max(float((each.prompt_tokens + each.output_tokens).max()) for each in timed)

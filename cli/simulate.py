@@ -185,7 +185,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.sweep is None and (args.out or args.png):
         raise InvalidConfigError("--out and --png write a sweep: give --sweep qps=LOW:HIGH")
     if args.sweep is not None and (args.per_request or args.closed):
-        raise InvalidConfigError("--sweep goes neither with --per-request nor with --closed: a sweep has many loads")
+        raise InvalidConfigError("--sweep cannot be combined with --per-request or --closed")
     for path in filter(None, (args.per_request, args.out)):
         check_table(path)
         require_writable(path)

@@ -43,5 +43,5 @@ def chosen_tables(args: argparse.Namespace) -> ServingTables:
     from simulator.hardware.tables import load_tables
 
     if args.model and not args.hardware:
-        raise InvalidConfigError("--model goes with --hardware, which names the card: give both", "model")
+        raise InvalidConfigError("--model needs --hardware, which names the card: give both", "model")
     return load_tables(table_path(table_named(args.hardware, args.model)) if args.hardware else args.table)

@@ -365,8 +365,8 @@ class ServingBatch:
             graded = name != "gpu_memory_gb" or "memory_limit_gb" in self.task.grade
             if graded and name not in self.metric:
                 raise InvalidConfigError(
-                    f"task {self.task.task_id!r} is rewarded by {name}, which {type(self.fleet).__name__} does not "
-                    "give: play a task without it, or tell it what it does not report"
+                    f"the reward of task {self.task.task_id!r} needs {name}, which {type(self.fleet).__name__} does "
+                    "not report: play another task, or give it the number (EngineEnv: memory=MemoryFacts(...))"
                 )
         return {name: self.fleet.metrics[_METRIC_ROW[name]] for name in names}
 

@@ -3,7 +3,7 @@
 ``InferenceGymError``
     ``InvalidActionError``      an action field is missing, of the wrong type or out of range (422)
     ``InvalidConfigError``      an episode or task setting is unknown or out of range (422)
-    ``AgentError``              an agent that somebody added failed (500)
+    ``AgentError``              an agent from a package or of your own raised an exception (500)
     ``UnknownTaskError``        no task has this id (422)
     ``UnknownSessionError``     no session has this id (404)
         ``OtherReleaseError``       the session's episode was started on another release (410)

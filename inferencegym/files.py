@@ -70,7 +70,7 @@ def _beside(path: Path) -> Path:
     """A new, empty file in the same folder."""
     try:
         if path.exists() and not path.is_file():
-            raise DataFormatError(f"{path}: cannot be written (no regular file); name a file")
+            raise DataFormatError(f"{path}: cannot be written, because it is not a regular file; name a file")
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     except OSError as error:
         raise _unwritable(path, error) from error

@@ -221,13 +221,13 @@ def _json(answer: httpx.Response) -> Any:
     try:
         return answer.json()
     except ValueError as error:
-        raise RemoteError(f"{answer.url} answers no JSON: {short_text(answer.text)!r}") from error
+        raise RemoteError(f"the answer of {answer.url} is not JSON: {short_text(answer.text)!r}") from error
 
 
 def _json_object(answer: httpx.Response) -> dict[str, Any]:
     found = _json(answer)
     if not isinstance(found, dict):
-        raise RemoteError(f"{answer.url} answers {short_text(answer.text)!r}, where a JSON object belongs")
+        raise RemoteError(f"the answer of {answer.url} is not a JSON object: {short_text(answer.text)!r}")
     return found
 
 

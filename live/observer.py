@@ -90,7 +90,7 @@ class EngineObserver:
             held = now.queue_requests + now.running_requests - before.queue_requests - before.running_requests
             finished = now.finished_requests - before.finished_requests
             if now.finished_requests < before.finished_requests:
-                raise RemoteError("the engine's counters went back: it was restarted")
+                raise RemoteError("the engine's counters decreased: the engine was restarted")
             rate = self.replicas * max(0.0, held + finished) / seconds
             self._set("arrival_rate", self._get("arrival_rate") + EMA_WEIGHT * (rate - self._get("arrival_rate")))
             if finished and now.prompt_tokens is not None and before.prompt_tokens is not None:
@@ -236,7 +236,7 @@ class Bounds:
             raise InvalidConfigError("a controller needs bounds for at least one knob, such as batch_size=8:64")
         for name, (low, high) in self.ranges.items():
             if name not in ACTION_KNOBS:
-                raise refusal(f"bounds.{name}", (low, high), f"of one of {', '.join(ACTION_KNOBS)}")
+                raise refusal(f"bounds.{name}", (low, high), f"a range of one of {', '.join(ACTION_KNOBS)}")
             if not low <= high:
                 raise refusal(f"bounds.{name}", (low, high), "a lower and a higher value")
 

@@ -58,7 +58,7 @@ def measure_capacity(engine: Engine, prompt_tokens: int, output_tokens: int, bat
     """
     limits = engine.limits()
     if "batch_size" not in limits:
-        raise InvalidConfigError(f"{engine.name} is observed only: its capacity is measured by setting its batch size")
+        raise InvalidConfigError(f"the capacity of {engine.name} cannot be measured: its batch size cannot be set")
     low, high = limits["batch_size"]
     wide = {name: largest for name, (_, largest) in limits.items() if name in ("batch_size", "kv_budget")}
     wide |= {"spec_length": 0.0} if "spec_length" in limits else {}
@@ -150,7 +150,9 @@ def write_task(path: Path, task_id: str, task: TaskSpec, calibration: Calibratio
 def task_entry(task: TaskSpec) -> dict[str, Any]:
     """Entry of a task file for a task of synthetic traffic, without its id, Gymnasium name and constants."""
     if task.trace is not None:
-        raise InvalidConfigError(f"task {task.task_id!r} plays a recorded trace, which an entry does not hold")
+        raise InvalidConfigError(
+            f"task {task.task_id!r} plays a recorded trace, which cannot be written to a task file: choose another"
+        )
     entry: dict[str, Any] = {
         **{name: getattr(task, name) for name in ("name", "difficulty", "description", "hardware", "slo_target_ms")},
         **{name: getattr(task, name) for name in ("arrival_rate_rps", "memory_hard_limit_gb", "episode_length")},

@@ -69,12 +69,14 @@ def read_predictions(path: Path) -> Figures:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if missing := set(COLUMNS) - set(reader.fieldnames or ()):
-            raise InvalidConfigError(f"{path}: no column {', '.join(sorted(missing))}; needed: {', '.join(COLUMNS)}")
+            raise InvalidConfigError(
+                f"{path} lacks the columns {', '.join(sorted(missing))}: it must have {', '.join(COLUMNS)}"
+            )
         for row in reader:
             where, key = f"{path}, line {reader.line_num}", (row["run"], row["quantity"])
             if key not in stated:
                 raise InvalidConfigError(
-                    f"{where}: run {key[0]!r} states no {key[1]!r}; see `inferencegym fidelity runs`"
+                    f"{where}: no {key[1]!r} was measured for run {key[0]!r}; see `inferencegym fidelity runs`"
                 )
             if key in found:
                 raise InvalidConfigError(f"{where}: {key[1]} of {key[0]} is given twice")
@@ -83,7 +85,7 @@ def read_predictions(path: Path) -> Figures:
             except (TypeError, ValueError):
                 found[key] = math.nan
             if not 0.0 < found[key] < math.inf:
-                raise InvalidConfigError(f"{where}: {row['value']!r} is no number above 0")
+                raise InvalidConfigError(f"{where}: value={row['value']!r} is not a number above 0")
     if not found:
         raise InvalidConfigError(f"{path} has no predictions")
     return found

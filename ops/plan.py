@@ -86,7 +86,7 @@ def registered_tables(hardware: Sequence[str] | None = None, model: str | None =
 def tables_of_files(paths: Sequence[Path]) -> dict[str, ServingTables]:
     """Load the user's own table files, by file name without suffix."""
     if twice := {path.stem for path in paths if [each.stem for each in paths].count(path.stem) > 1}:
-        raise InvalidConfigError(f"several tables are named {', '.join(sorted(twice))}: rename files", "table")
+        raise InvalidConfigError(f"two tables have the same name ({', '.join(sorted(twice))}): rename a file", "table")
     return {path.stem: load_tables(path) for path in paths}
 
 
@@ -305,7 +305,7 @@ def _usable(
     for name, table in tables.items():
         card = str(table.meta["hardware"])
         if prices is not None and prices.find(card) is None:
-            left_out[name] = f"no price of {card}"
+            left_out[name] = f"no price for {card}"
         elif precisions is not None and not set(precisions) & set(table.tiers):
             left_out[name] = f"it has {', '.join(table.tiers)}"
     kept = {name: table for name, table in tables.items() if name not in left_out}

@@ -35,7 +35,7 @@ class Prices:
         """Price per hour of a card. Raises :class:`InvalidConfigError` if the list lacks it."""
         if (price := self.find(card)) is None:
             raise InvalidConfigError(
-                f"prices: no price of {card!r}; the list has {', '.join(self.per_gpu_hour) or 'none'}", "prices"
+                f"prices: no price for {card!r}; the list has {', '.join(self.per_gpu_hour) or 'none'}", "prices"
             )
         return price
 

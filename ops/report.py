@@ -211,10 +211,10 @@ def notes(report: PlanReport) -> list[str]:
     """Notes on a plan: its margin, its limits, and what was left out and why."""
     found = [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
     found += [
-        "Figures are those of the discrete-event reference, which plays every request.",
-        "Verdicts allow for the error of measured runs, measured / simulated: likely, if half of them would meet the "
-        "objectives, and with 90 %, if nine tenths would. The margin is the distance from the nearest limit at the "
-        "median.",
+        "All figures are simulated: the discrete-event reference played every request.",
+        "Verdicts multiply the latencies by measured / simulated of benchmark runs: likely, if the objectives are met "
+        "at the median ratio; meets with 90 %, if they are met at the 90% bound. The margin is the distance from the "
+        "nearest limit at the median ratio.",
         *_error_lines(report),
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
@@ -237,18 +237,18 @@ def notes(report: PlanReport) -> list[str]:
         found.append(f"Each replica has a queue of its own; requests are routed {report.router}.")
     elif any(plan.n_replicas > 1 for plan in report.plans):
         found.append(
-            "The replicas share one queue, which bursts leave sooner than queues behind a router: --router round-robin "
-            "or least-loaded plays yours."
+            "The replicas share one queue. Behind a router latencies in bursts are longer: try --router round-robin or "
+            "least-loaded."
         )
     if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
         found.append(
-            "Settings with drafts need a draft model (an EAGLE head) made for yours; how many drafts it accepts was "
-            "measured with Llama-3.1-8B. Without --drafts they are left out."
+            "Settings with drafts need a draft model (an EAGLE head) for your model; acceptance was measured with "
+            "Llama-3.1-8B. Leave out --drafts to exclude them."
         )
     if any(plan.action and plan.action["batch_size"] > GRID["batch_size"][-1] for plan in report.plans):
         found.append(
-            f"Batch bounds above {GRID['batch_size'][-1]:g} lie beyond the lookup tables: they are played with the "
-            "listed operator times, and seconds with so many requests count as extrapolated."
+            f"Batch sizes above {GRID['batch_size'][-1]:g} lie beyond the lookup tables: they are played with operator "
+            "times, and seconds with that many requests count as extrapolated."
         )
     found += [
         f"No setting on {plan.hardware} meets the objectives, and more than {plan.n_gpus} GPUs hardly help: "
@@ -261,21 +261,21 @@ def notes(report: PlanReport) -> list[str]:
         whole = report.played_s >= report.log["span_s"] - 1.0
         played = "all of it" if whole else f"its busiest {report.played_s:,.0f} s"
         part = f"the busiest {report.searched_s:,.0f} s of the log"
-        found.append(f"Searched on {part}, played on {played}; more traffic is judged on the busiest part.")
+        found.append(f"Searched on {part}, played on {played}; the lines on more traffic use the busiest part.")
     if not report.currency:
         found.append(
-            "Without prices plans are ordered by GPUs, then by a card's memory, the smallest first, then by margin."
+            "Without prices, plans are sorted by GPUs, then by memory of the card (smallest first), then by margin."
         )
     elif report.prices_from:
         found.append(f"Prices: {report.prices_from}.")
     if report.plans and not report.adaptive:
         found.append(
-            "Adaptive policies were not compared: they choose from all precisions, which these settings do not allow."
+            "Adaptive policies were not compared: they choose among all precisions, and these options exclude some."
         )
     elif report.plans:
         found.append(_adapting(report))
     if report.plans and report.plans[0].is_uneven:
-        found.append("Autoscaling is not played where other numbers of replicas prefill and decode.")
+        found.append("Autoscaling is not simulated for a plan with separate prefill and decode replicas.")
     elif report.plans:
         found.append(scaling.scaling_note(report.autoscaling, report.played_s, "within the objectives"))
     else:
@@ -288,11 +288,12 @@ def _error_lines(report: PlanReport) -> list[str]:
     lines = []
     for plan in [*report.plans, *report.unmet]:
         told = [
-            f"{quantity.upper()} x{error.p50:.2f}{'' if error.own else ' (the largest of other cards)'} and "
+            f"{quantity.upper()} x{error.p50:.2f}{'' if error.own else ' (largest of other cards)'} and "
             f"x{error.p90:.2f} ({error.points} figures of {error.machine})"
             for quantity, error in plan.errors.items()
         ]
-        lines.append(f"Errors for {plan.card} at {plan.band} load, median and 90% bound: {'; '.join(told)}.")
+        load = f"{plan.card} at {plan.band} load"
+        lines.append(f"Measured / simulated for {load}, median and 90% bound: {'; '.join(told)}.")
     return list(dict.fromkeys(lines))
 
 
@@ -310,7 +311,7 @@ def _adapting(report: PlanReport) -> str:
     more = f"serving {gain:.1%} more of the requests in time than the best constant on the same GPUs"
     if gain > report.adapting_noise:
         return f"{told}, {more}."
-    return f"{told} on paper, {more}, which may be chance ({report.adapting_noise:.1%}): do not count on it."
+    return f"{told} in this run, {more}. This may be chance ({report.adapting_noise:.1%}): do not count on it."
 
 
 def growth_lines(report: PlanReport) -> list[str]:
@@ -390,8 +391,8 @@ def shadow_report(report: ShadowReport, tiers: Sequence[str]) -> Report:
         f"best_constant: {_shadow_setting(report.outcomes[1].action, tiers)}",
         f"* {verdict(report)}",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
-        f"Simulated on {report.hardware}, table {report.table_sha256[:12]}. Seconds of {best.policy} by how "
-        f"well measurements support them: {shares}.",
+        f"Simulated on {report.hardware}, table {report.table_sha256[:12]}. Support by measurements of the "
+        f"seconds of {best.policy}: {shares}.",
     ]
     gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
     return Report(gpus, tables, lines, [f"{text}." for text in (report.refused, report.short) if text])

@@ -117,7 +117,7 @@ def plan_sessions(sessions: Sessions, tables: ServingTables, kv_pool_tokens: int
     model = table_model(tables, tables.tiers[0])
     pool = kv_pool_tokens or int(tables.columns["kv_capacity_tokens"][0, 0, -1, 0, 0])
     if pool < 16:
-        raise InvalidConfigError(f"kv_pool_tokens={pool} holds no block: give at least 16", "kv_pool_tokens")
+        raise InvalidConfigError(f"kv_pool_tokens={pool} is less than one block: give at least 16", "kv_pool_tokens")
     fleet = Fleet(model, MAX_RUNNING, pool, **ENGINE_RULES)
     workload = Workload(str(tables.meta["hardware"]), fleet, sessions, int(sessions.turns.output_tokens.sum()))
     caps = sorted({*(cap for cap in CAPS if cap < len(sessions)), len(sessions)})

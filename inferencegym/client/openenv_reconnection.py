@@ -88,7 +88,7 @@ class Episode:
         def send(_again: bool) -> Calls:
             state = yield plain.state
             if state.episode_id is None and self.id is not None:
-                raise NotResetError(f"the socket has not been told of episode {self.id}")
+                raise NotResetError(f"the server has not resumed episode {self.id} on this socket yet")
             return state
 
         return (yield from self._until_answered(plain, send, resume=True))

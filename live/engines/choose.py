@@ -25,9 +25,7 @@ def engine_at(backend: str, url: str, control_file: Path | None, *, priorities: 
     if backend not in added and backend != "sglang":
         raise refusal("backend", backend, f"one of {', '.join(['vllm', 'sglang', *added])}")
     if control_file is not None:
-        raise InvalidConfigError(
-            f"the engine {backend} is set over HTTP and follows no control file: leave --control-file out"
-        )
+        raise InvalidConfigError(f"the engine {backend} is controlled over HTTP: leave --control-file out")
     if backend == "sglang":
         return SglangEngine(api)
     engine: Engine = added[backend].load(type)(api)

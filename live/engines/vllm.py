@@ -86,8 +86,8 @@ class VllmEngine(HttpEngine):
     def set(self, orders: Orders) -> None:
         if self._orders is None:
             raise InvalidConfigError(
-                "this vLLM is observed only: name its control file, which the scheduler class of "
-                f"PYTHONPATH={PLUGIN} follows (docs/live.md)"
+                "this vLLM can only be observed: name its control file, and start it with the scheduler class in "
+                f"PYTHONPATH={PLUGIN} (docs/live.md)"
             )
         limits = self.limits()
         self._orders.write(Orders(within(orders.knobs, limits), orders.until, within(orders.then or {}, limits)))
@@ -103,6 +103,6 @@ class VllmEngine(HttpEngine):
             ) from error
         if state.get("protocol") != PROTOCOL:
             raise InvalidConfigError(
-                f"{path} is of another version of the scheduler class: restart with that of {PLUGIN}"
+                f"{path} was written by another version of the scheduler class: restart vLLM with the one in {PLUGIN}"
             )
         return state

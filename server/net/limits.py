@@ -49,7 +49,7 @@ class Limits:
             self._check_key(scope["headers"])
         only_reads = scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS")
         if not self._all_origins and not only_reads and _is_foreign(dict(scope["headers"])):
-            raise ForeignOriginError("pages of other origins may not play on this server")
+            raise ForeignOriginError("this server refuses requests from pages of other origins (INFERENCEGYM_CORS)")
         # Last, and only for the path's own method, so that refused requests do not count. Any page may send a GET in a
         # visitor's name.
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -89,7 +89,7 @@ def _check_host(headers: RawHeaders, known: re.Pattern[str]) -> None:
     """Refuse unknown host names: a page may resolve its own name to this server (DNS rebinding)."""
     named = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if not named or not all(map(known.fullmatch, named)):
-        raise UnknownHostError(f"this server does not answer to {short_repr(named[-1] if named else '')}")
+        raise UnknownHostError(f"this server refuses the host name {short_repr(named[-1] if named else '')}")
 
 
 def _is_foreign(found: Mapping[bytes, bytes]) -> bool:

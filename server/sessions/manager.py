@@ -425,8 +425,8 @@ class SessionManager:
         stored = await self.store.get(session_id) if _SESSION_ID.match(session_id) else None
         if stored is None:
             raise UnknownSessionError(
-                f"there is no session {short_repr(session_id)}: it never was, it has expired, or it was damaged on "
-                "disk (GET /health says so)"
+                f"there is no session {short_repr(session_id)}: the id is wrong, the session has expired, or its "
+                "record is damaged (see GET /health)"
             )
         family = self._family_of(stored.record)
         env = await self._replay(family, stored.record, session_id)

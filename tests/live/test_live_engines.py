@@ -247,7 +247,7 @@ def test_a_vllm_without_the_scheduler_class_is_observed_only(control: Path) -> N
         engine = engine_at("vllm", server.url, None)
         assert engine.limits() == {}
         assert engine.read().queue_requests == 0
-        with pytest.raises(InvalidConfigError, match="observed only"):
+        with pytest.raises(InvalidConfigError, match="can only be observed"):
             engine.set(Orders({"batch_size": 4}))
         with pytest.raises(InvalidConfigError, match="--scheduler-cls"):
             VllmEngine(EngineApi(server.url), control)
@@ -343,7 +343,7 @@ def test_an_engine_of_a_plugin_is_chosen_by_its_name(
         engine_at("quarter", sglang.url, None)
     with pytest.raises(InvalidConfigError, match=r"the entry point 'broken' .* cannot be loaded"):
         engine_at("broken", sglang.url, None)
-    with pytest.raises(InvalidConfigError, match="the engine half is set over HTTP and follows no control file"):
+    with pytest.raises(InvalidConfigError, match="the engine half is controlled over HTTP: leave --control-file out"):
         engine_at("half", sglang.url, control)
 
 

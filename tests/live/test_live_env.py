@@ -333,7 +333,7 @@ def test_an_episode_on_an_engine_or_in_the_reference_holds_no_number_of_the_flui
 def test_a_task_that_grades_memory_needs_to_be_told_it() -> None:
     one = engine()
     task = task_for(one, 2)
-    with pytest.raises(InvalidConfigError, match="gpu_memory_gb, which EngineFleet does not give"):
+    with pytest.raises(InvalidConfigError, match="gpu_memory_gb, which EngineFleet does not report"):
         EngineEnv(one, task, engine_calibration(task, CAPACITY)).reset()
     memory = MemoryFacts(weights_gb=10.0, kv_pool_gb=20.0)
     with EngineEnv(one, task, engine_calibration(task, CAPACITY), memory=memory) as env:

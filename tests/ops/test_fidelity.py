@@ -41,11 +41,11 @@ def test_with_common_only_the_figures_of_all_simulators_count(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("no-such-run,TTFT p50,1", "states no"),
-        (f"{RUN},E2E p50,1", "states no 'E2E p50'"),
-        (f"{RUN},TTFT p50,-1", "no number above 0"),
-        (f"{RUN},TTFT p50,fast", "no number above 0"),
-        (f"{RUN},TTFT p50", "no number above 0"),
+        ("no-such-run,TTFT p50,1", "was measured for run"),
+        (f"{RUN},E2E p50,1", "no 'E2E p50' was measured"),
+        (f"{RUN},TTFT p50,-1", "not a number above 0"),
+        (f"{RUN},TTFT p50,fast", "not a number above 0"),
+        (f"{RUN},TTFT p50", "not a number above 0"),
         (f"{RUN},TTFT p50,1\n{RUN},TTFT p50,2", "line 3.*twice"),
         ("", "no predictions"),
     ],
@@ -56,7 +56,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, row: str, message: str) -> None:
 
 
 def test_a_missing_column_and_an_unknown_group_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match="no column value"):
+    with pytest.raises(InvalidConfigError, match="lacks the columns value"):
         read_predictions(written(tmp_path, header="run,quantity"))
     with pytest.raises(InvalidConfigError, match="cannot group by moon"):
         errors({"ours": ours()}, ("moon",))

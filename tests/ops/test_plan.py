@@ -334,10 +334,10 @@ def test_gpus_are_replicas_times_their_cards_and_as_many_again_for_prefill_apart
 
 def test_cards_without_a_price_are_left_out_and_named(large: PlanReport) -> None:
     assert large.left_out == {
-        "b200-llama-3.1-70b": "no price of b200_sxm",
-        "a100-llama-3.1-70b-tp4": "no price of a100_sxm",
+        "b200-llama-3.1-70b": "no price for b200_sxm",
+        "a100-llama-3.1-70b-tp4": "no price for a100_sxm",
     }
-    assert any("b200-llama-3.1-70b (no price of b200_sxm)" in note for note in notes(large))
+    assert any("b200-llama-3.1-70b (no price for b200_sxm)" in note for note in notes(large))
 
 
 def test_a_plan_for_several_cards_is_exported_with_them(large: PlanReport) -> None:
@@ -454,7 +454,7 @@ def test_other_numbers_of_replicas_may_prefill_than_decode(monkeypatch: pytest.M
     assert "2 prefill : 3 decode" in str(plan_report(report).tables)
     assert "Prefill on 2 more instances" in engine_files(plan, tables["a100-80gb"], report)["vllm"]
     assert report.autoscaling == []
-    assert any("Autoscaling is not played" in note for note in notes(report))
+    assert any("Autoscaling is not simulated" in note for note in notes(report))
     # Twice the traffic takes about as many more of both.
     assert report.growth[1]["gpus_needed"] in range(8, 12)
     # Even numbers, or prefill on the replicas themselves, take more.
@@ -470,7 +470,7 @@ def test_cards_and_prices_have_their_short_names() -> None:
     assert tables_named(["rtx-pro-6000"], "qwen3-32b") == ("rtx-pro-6000-qwen3-32b",)
     prices = Prices("USD", {"h100": 2.5, "a100": 1.0, "a100-80gb": 1.5})
     assert [prices.gpu_hour(card) for card in ("h100_sxm", "a100-40gb", "a100-80gb")] == [2.5, 1.0, 1.5]
-    with pytest.raises(InvalidConfigError, match="no price of 'b200_sxm'"):
+    with pytest.raises(InvalidConfigError, match="no price for 'b200_sxm'"):
         prices.gpu_hour("b200_sxm")
 
 

@@ -289,7 +289,7 @@ def test_a_card_and_a_model_stand_for_their_only_table(capsys: Capture) -> None:
         assert main([*command, "--hardware", "l40s"]) == 2
         assert "choose one of l40s-llama-3.1-8b, l40s-gpt-oss-20b" in capsys.readouterr().err
         assert main([*command, "--model", "llama-3.1-8b"]) == 2
-        assert "--model goes with --hardware" in capsys.readouterr().err
+        assert "--model needs --hardware" in capsys.readouterr().err
 
 
 def test_an_fp8_kv_cache_holds_more_requests_and_says_where_its_attention_was_not_measured(capsys: Capture) -> None:

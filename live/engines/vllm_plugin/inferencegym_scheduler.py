@@ -197,7 +197,7 @@ def read_orders(limits):
     handle = os.open(CONTROL_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError(f"{CONTROL_FILE} is no regular file")
+            raise ValueError(f"{CONTROL_FILE} is not a regular file")
         content = os.read(handle, MAX_BYTES + 1)
     finally:
         os.close(handle)
@@ -205,21 +205,21 @@ def read_orders(limits):
         raise ValueError(f"{CONTROL_FILE} is larger than {MAX_BYTES} bytes")
     orders = json.loads(content.decode("utf-8"))
     if not isinstance(orders, dict) or "set" not in orders:
-        raise ValueError('orders are an object with "set"')
+        raise ValueError('orders must be an object with "set"')
     until = orders.get("until")
     if until is not None and not is_number(until):
-        raise ValueError(f"until={until!r:.80}: a number of seconds")
+        raise ValueError(f"until={until!r:.80} must be a number of seconds")
     return checked(orders["set"], limits), until, checked(orders.get("then", {}), limits)
 
 
 def checked(knobs, limits):
     """The knobs of a control file, each cut to its limits; ValueError for an unknown name or what is no number."""
     if not isinstance(knobs, dict):
-        raise ValueError(f"{knobs!r:.80}: knobs are an object")
+        raise ValueError(f"knobs must be an object, not {knobs!r:.80}")
     found = {}
     for name, value in knobs.items():
         if name not in KNOBS or not is_number(value):
-            raise ValueError(f"{name:.80}={value!r:.80}: knobs are numbers named {', '.join(KNOBS)}")
+            raise ValueError(f"{name:.80}={value!r:.80} is not allowed: knobs are numbers, named {', '.join(KNOBS)}")
         low, high = limits[name]
         found[name] = min(max(value, low), high)
     return found
