@@ -20,9 +20,9 @@ SEEDS: Final = TRAINING_SEEDS[:4]
 """Each action plays these, so that a lucky load does not decide."""
 
 
-def random_search(task: TaskSpec, calibration: Calibration) -> tuple[FloatArray, float]:
-    """The best of the random constant actions (5,), and its mean grade on :data:`SEEDS`."""
-    n_actions = max(1, STEPS // (task.episode_length * len(SEEDS)))
+def random_search(task: TaskSpec, calibration: Calibration, steps: int = STEPS) -> tuple[FloatArray, float]:
+    """The best of as many random constant actions (5,) as ``steps`` of 1 s allow, and its grade on :data:`SEEDS`."""
+    n_actions = max(1, steps // (task.episode_length * len(SEEDS)))
     actions = random_settings(n_actions, task)
     grades = Solver(task, calibration).values_of_actions(actions, SEEDS)
     best = int(grades.argmax())

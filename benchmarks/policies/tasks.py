@@ -20,14 +20,17 @@ from typing import Any
 
 from agents.episodes import EpisodeResults, run_episodes
 from agents.evaluate import bracketed, compare, evaluate, interval, paired
+from agents.policies.constant import ConstantAgent
 from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
 from agents.registry import make_agent
 from agents.search.ablation import ablate
+from agents.search.random_search import random_search
 from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
 from agents.search.solver import QUICK
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
 from benchmarks.report import FIGURES, store, stored, table
-from inferencegym.tasks import TaskSpec, get_task, list_tasks
+from inferencegym.spaces.actions import from_row
+from inferencegym.tasks import TaskSpec, get_calibration, get_task, list_tasks
 from simulator.hardware.tables import load_tables
 from simulator.workload import load_source
 
@@ -61,6 +64,7 @@ def measure(task: TaskSpec) -> dict[str, Any]:
     heuristic = evaluate("heuristic", task)
     return {
         **compared,
+        "longer_random_search": longer_random_search(task),
         "adaptive_over_static": paired(adaptive.scores, static.scores).to_dict(),
         "heuristic_over_random": paired(heuristic.scores, evaluate("random", task).scores).to_dict(),
         "heuristic_over_naive": paired(heuristic.scores, evaluate("naive", task).scores).to_dict(),
@@ -68,6 +72,17 @@ def measure(task: TaskSpec) -> dict[str, Any]:
         "reward_grade_spearman": reward_grade_correlation(task),
         "reward_grade_spearman_random_constants": correlation_over_constants(task),
     }
+
+
+def longer_random_search(task: TaskSpec) -> dict[str, Any]:
+    """Held-out score of a random search that plays as many seconds as PPO is trained for."""
+    from agents.ppo_demo import PpoSettings  # needs torch
+
+    settings = PpoSettings()
+    seconds = round(settings.schedule_steps * sum(stage.hold * stage.share for stage in settings.stages))
+    action, _ = random_search(task, get_calibration(task.task_id), seconds)
+    score = interval(evaluate(ConstantAgent(from_row(action)), task).scores)
+    return {"episodes": seconds // task.episode_length, "score": score.to_dict()}
 
 
 def confirm(task: TaskSpec) -> dict[str, Any]:
@@ -105,6 +120,9 @@ def scores_table(result: dict[str, Any]) -> str:
             entry = next((e for e in t["agents"] if e["agent"] == name), None)
             cells.append("" if entry is None else bracketed(entry["score"]))
         rows.append((name, *cells))
+    longer = [t["longer_random_search"] for t in result["tasks"]]
+    name = f"random search, {longer[0]['episodes']:,} episodes like PPO"
+    rows.append((name, *(bracketed(each["score"]) for each in longer)))
     blind = timetables()
     cells = [bracketed(blind[str(t["task"])]) for t in result["tasks"]]
     rows.append(("best timetable (by the clock)", *cells))
