@@ -56,4 +56,4 @@ def test_a_verdict_is_as_sure_as_the_errors_allow() -> None:
     same = [plan for plan in found.tried if plan.n_gpus == sure.n_gpus and plan.action == sure.action]
     assert [plan.verdict for plan in same] == ["likely"]
     assert same[0].figures == sure.figures
-    assert any("(the largest of other cards)" in note for note in notes(found))
+    assert any("(largest of other cards)" in note for note in notes(found))
