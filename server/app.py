@@ -41,7 +41,7 @@ from server.openenv import openenv_routes
 from server.sessions.manager import SessionManager
 from server.sessions.sqlite import MemoryStore, SqliteStore
 from server.sessions.store import SessionStore
-from server.settings import Settings, load_settings
+from server.settings import Settings, load_settings, service_links
 from simulator.hardware.tables import tables_of
 
 if TYPE_CHECKING:
@@ -173,6 +173,8 @@ def main() -> None:
     from server.net.workers import run_workers
 
     logging.config.dictConfig(logging_config())
+    if links := service_links():
+        log.info("Ignored variables that Kubernetes sets for services: %s.", ", ".join(links))
     try:
         settings = load_settings()
         served = create_app(settings)

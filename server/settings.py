@@ -41,6 +41,12 @@ OTHER_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Usual variables for a setting, read where its own is not set; the first that is set counts."""
 
+SERVICE_LINK: Final = re.compile(
+    PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)=.*|"
+    rf"{PREFIX}(\w+_)?PORT=(tcp|udp|sctp)://.*"
+)
+"""Variables, as NAME=VALUE, that Kubernetes sets in pods for a service named ``inferencegym...``; they are ignored."""
+
 HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
 """Pattern of a host name as in the Host header, without port; a leading ``*.`` allows all names below it."""
 
@@ -275,12 +281,14 @@ class Settings(BaseModel):
 
 def load_settings(**overrides: Any) -> Settings:
     """Read the environment. Raises :class:`InvalidConfigError` naming the variable, its value and what is allowed."""
-    _refuse_unknown(os.environ)
+    links = service_links()
+    environ = {variable: value for variable, value in os.environ.items() if variable not in links}
+    _refuse_unknown(environ)
     given = {
-        name: os.environ[variable]
+        name: environ[variable]
         for name in Settings.model_fields
         for variable in (*reversed(OTHER_VARIABLES.get(name, ())), _variable(name))
-        if variable in os.environ
+        if variable in environ
     }
     given |= overrides
     if file := given.get("api_key_file"):
@@ -305,6 +313,11 @@ def load_settings(**overrides: Any) -> Settings:
             f"{PREFIX}STORE_URL",
         )
     return settings
+
+
+def service_links() -> list[str]:
+    """Names of the environment's variables that match :data:`SERVICE_LINK`."""
+    return [variable for variable, value in os.environ.items() if SERVICE_LINK.fullmatch(f"{variable}={value}")]
 
 
 def describe_settings() -> list[dict[str, str]]:

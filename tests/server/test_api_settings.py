@@ -66,6 +66,27 @@ def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(
     assert refused.value.field == f"INFERENCEGYM_{name}"
 
 
+def test_links_to_kubernetes_services_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("PORT", "tcp://10.1.1.1:7860"),
+        ("SERVICE_HOST", "10.1.1.1"),
+        ("SERVICE_PORT", "7860"),
+        ("SERVICE_PORT_HTTP", "7860"),
+        ("PORT_7860_TCP", "tcp://10.1.1.1:7860"),
+        ("PORT_7860_TCP_ADDR", "10.1.1.1"),
+        ("REDIS_PORT", "tcp://10.1.1.2:6379"),
+        ("REDIS_SERVICE_HOST", "10.1.1.2"),
+        ("REDIS_PORT_6379_TCP_PROTO", "tcp"),
+    ):
+        monkeypatch.setenv(f"INFERENCEGYM_{name}", value)
+    assert load_settings() == Settings()
+    monkeypatch.setenv("INFERENCEGYM_PORT", "7861")  # as the pod's own env does, which wins over a link
+    assert load_settings().port == 7861
+    monkeypatch.setenv("INFERENCEGYM_ALSO_PORTS", "8000")
+    with pytest.raises(InvalidConfigError, match=r"did you mean INFERENCEGYM_ALSO_PORT\?"):
+        load_settings()
+
+
 def test_a_folder_is_the_one_that_is_named_and_an_empty_name_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
