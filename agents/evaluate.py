@@ -188,6 +188,11 @@ def bracketed(value: Mapping[str, float], sign: str = "") -> str:
     return f"{value['mean']:{sign}.3f} [{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
 
 
+def bracketed_score(value: Mapping[str, float]) -> str:
+    """:func:`bracketed` of a score, cut at 0 and 1: no score is below or above."""
+    return bracketed(Interval(value["mean"], value["ci95_low"], value["ci95_high"]).within(0.0, 1.0).to_dict())
+
+
 def spearman(a: FloatArray, b: FloatArray) -> float:
     """Spearman's rank correlation of two samples (n,)."""
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])

@@ -44,7 +44,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 
 from agents.episodes import run_episodes
-from agents.evaluate import bracketed, compare
+from agents.evaluate import bracketed_score, compare
 from agents.integrations.sb3 import SB3VecEnv
 from agents.policies.autoscalers import ReplicaPlan
 from agents.policies.ppo import PolicyFile, PpoAgent
@@ -698,7 +698,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = compare(task, [own, "naive", "vllm_defaults", "heuristic"], HELD_OUT_SEEDS)
     print(f"task {task.task_id}, {len(HELD_OUT_SEEDS)} held-out seeds, mean score [95 % interval]")
     for entry in sorted(result["agents"], key=lambda each: -float(each["score"]["mean"])):
-        print(f"{bracketed(entry['score'])}  {entry['agent']}")
+        print(f"{bracketed_score(entry['score'])}  {entry['agent']}")
 
 
 if __name__ == "__main__":

@@ -113,10 +113,10 @@ def adaptive_gap(gain: float, static: bool) -> str:
 
 
 def quality() -> str:
-    """What each task rewards: a row per report, with the timetable of the longest search that was run."""
-    from benchmarks.policies.tasks import timetables
+    """What each task rewards: a row per report, with the timetable of the longest search that was run (*)."""
+    from benchmarks.policies.tasks import searched_long, timetables
 
-    timetable = timetables()
+    timetable, longer = timetables(), searched_long()
     lines = [
         "| task | random | naive | vLLM's defaults | rules | best constant, chosen on these seeds "
         "| best timetable | best policy that observes, chosen on validation seeds | adaptive gap "
@@ -138,6 +138,7 @@ def quality() -> str:
         refusing = "none" if few is None else f"{few['score']['mean']:.3f}, {few['unserved_share']:.0%}"
         cells = [f"{each['score']['mean']:.3f}" for each in policies]
         cells[3] += f" ({separation['rules']['policy']})" * (separation["rules"]["policy"] != "heuristic")
+        cells[5] += "\\*" * (str(report["task"]) in longer)
         cells[-1] += f" ({policies[-1]['policy']})"
         gap = report["adaptive_gap"]
         cells += [adaptive_gap(gap["over_constant"]["mean"], gap["static"]), f"{report['headroom']['gap']:.3f}"]
@@ -407,7 +408,7 @@ SCORE_ROWS = {
 
 def scores() -> str:
     """Mean held-out scores with their intervals: `autoscale-mix`, then tasks 3 to 1."""
-    from agents.evaluate import bracketed
+    from agents.evaluate import bracketed_score
     from benchmarks.policies.tasks import timetables
     from inferencegym.tasks import get_task
 
@@ -429,7 +430,7 @@ def scores() -> str:
         columns[get_task(name).heading.replace(")", f"{refusing})")] = scored
     lines = [f"| agent | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name, title in SCORE_ROWS.items():
-        cells = (bracketed(scored[name]) if name in scored else "–" for scored in columns.values())
+        cells = (bracketed_score(scored[name]) if name in scored else "–" for scored in columns.values())
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

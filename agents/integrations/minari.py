@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.evaluate import Decide, bracketed, compare, gym_scores, interval
+from agents.evaluate import Decide, bracketed_score, compare, gym_scores, interval
 from agents.protocol import knobs_of
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
@@ -120,7 +120,7 @@ def main() -> None:
     scores = {"cloned": interval(cloned).to_dict()}
     names = list(dict.fromkeys([args.agent, "heuristic"]))
     scores |= {e["agent"]: e["score"] for e in compare(task, names, HELD_OUT_SEEDS)["agents"]}
-    lines += [f"{name}: {bracketed(score)}" for name, score in scores.items()]
+    lines += [f"{name}: {bracketed_score(score)}" for name, score in scores.items()]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

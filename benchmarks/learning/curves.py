@@ -27,7 +27,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from agents.evaluate import bracketed, compare, evaluate, interval, paired
+from agents.evaluate import bracketed, bracketed_score, compare, evaluate, interval, paired
 from agents.policies.ppo import PpoAgent
 from agents.policies.stored import POLICY_DIR
 from agents.ppo_demo import local_envs, rise, settings_for, train
@@ -188,7 +188,7 @@ def report(results: dict[str, Any]) -> str:
         for name, i in sorted(rows.items(), key=lambda row: float(row[1]["mean"])):
             over = result["table"]["shipped_over"].get(name)
             gap = "" if over is None else bracketed(over, "+")
-            agents.append((task_id, name, *bracketed(i).split(" ", 1), gap))
+            agents.append((task_id, name, *bracketed_score(i).split(" ", 1), gap))
     runs = [
         (task_id, run["kind"], run["seed"], f"{run['steps']:,}", f"{run['score']['mean']:.3f}",
          f"{run['curve'][-1][1]:.3f}", f"{run['wall_s']:.0f}")

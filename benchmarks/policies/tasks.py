@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.episodes import EpisodeResults, run_episodes
-from agents.evaluate import bracketed, compare, evaluate, interval, paired
+from agents.evaluate import bracketed, bracketed_score, compare, evaluate, interval, paired
 from agents.policies.constant import ConstantAgent
 from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
 from agents.registry import make_agent
@@ -118,13 +118,13 @@ def scores_table(result: dict[str, Any]) -> str:
         cells = []
         for t in result["tasks"]:
             entry = next((e for e in t["agents"] if e["agent"] == name), None)
-            cells.append("" if entry is None else bracketed(entry["score"]))
+            cells.append("" if entry is None else bracketed_score(entry["score"]))
         rows.append((name, *cells))
     longer = [t["longer_random_search"] for t in result["tasks"]]
     name = f"random search, {longer[0]['episodes']:,} episodes like PPO"
-    rows.append((name, *(bracketed(each["score"]) for each in longer)))
+    rows.append((name, *(bracketed_score(each["score"]) for each in longer)))
     blind = timetables()
-    cells = [bracketed(blind[str(t["task"])]) for t in result["tasks"]]
+    cells = [bracketed_score(blind[str(t["task"])]) for t in result["tasks"]]
     rows.append(("best timetable (by the clock)", *cells))
     return by_task("Mean score over 30 held-out seeds [95% CI].", "agent", result["tasks"], rows)
 
@@ -139,6 +139,11 @@ def timetables() -> dict[str, dict[str, float]]:
     quality, ceilings = stored("quality"), stored("ceilings")
     found = {str(report["task"]): report["gameability"]["best_timetable"]["score"] for report in quality}
     return found | {str(each["task"]): each["scores"]["best timetable"]["score"] for each in ceilings}
+
+
+def searched_long() -> set[str]:
+    """Tasks whose :func:`timetables` come from the longer search of `benchmarks.policies.ceilings`."""
+    return {str(each["task"]) for each in stored("ceilings")}
 
 
 DIFFERENCES = {
@@ -162,7 +167,7 @@ def differences_table(result: dict[str, Any]) -> str:
 def confirmation_table(result: dict[str, Any]) -> str:
     tasks = result["tasks"]
     seeds = tasks[0]["confirmed"]["seeds"]
-    rows = [(name, *(bracketed(t["confirmed"]["scores"][name]) for t in tasks)) for name in CONFIRMED]
+    rows = [(name, *(bracketed_score(t["confirmed"]["scores"][name]) for t in tasks)) for name in CONFIRMED]
     rows += [(label, *(bracketed(t["confirmed"][key]) for t in tasks)) for label, key in DIFFERENCES.items()]
     title = f"The same on seeds {seeds[0]} to {seeds[-1]}, played only to confirm."
     return by_task(title, "", tasks, rows)
