@@ -16,6 +16,7 @@ from statistics import fmean, median
 from typing import Final
 
 from inferencegym.errors import InvalidConfigError
+from ops.margins import CARDS
 
 RUNS_PATH: Final = Path(__file__).with_name("data") / "fidelity_runs.csv"
 FIGURES_PATH: Final = Path(__file__).with_name("data") / "fidelity_figures.csv"
@@ -120,6 +121,20 @@ def errors(simulators: Mapping[str, Figures], by: Sequence[str], common: bool = 
                 by_quantity = {q: (median(map(abs, each)), fmean(each)) for q, each in relative.items()}
                 found.append(Errors(name, group, sum(map(len, relative.values())), len(keys), by_quantity))
     return found
+
+
+def model_ratios(model: str, card: str, band: str) -> dict[str, tuple[float, int]]:
+    """Median of measured / simulated latency over the runs of this model on this card, and how many figures it is of.
+
+    ``card`` is that of a table, ``band`` the band of load; keys are the quantities of objectives (``ttft``, ...).
+    """
+    asked = model, CARDS.get(card, card), band
+    truth, runs, found = measured(), published_runs(), dict[str, list[float]]()
+    for (run, quantity), simulated in ours().items():
+        row = runs[run]
+        if (row["model"], CARDS.get(row["card"], row["card"]), row["band"]) == asked:
+            found.setdefault(quantity.split()[0].lower(), []).append(truth[run, quantity] / simulated)
+    return {quantity: (median(ratios), len(ratios)) for quantity, ratios in found.items()}
 
 
 def text(found: Sequence[Errors], by: Sequence[str]) -> str:

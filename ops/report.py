@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
 from ops.capacity import GRID, too_few
-from ops.objectives import WINDOW_S, parse_objective
+from ops.fidelity import model_ratios
+from ops.objectives import WINDOW_S, margin, parse_objective
+from simulator.hardware.engine_times import TIER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,8 +44,8 @@ Rows = Sequence[Mapping[str, object]]
 class Report:
     """A question, the tables that answer it, by title (empty ones are not shown), and notes, one sentence per line.
 
-    ``refused`` are sentences about logs that are too short, and requests that are too long to be served; they stand
-    before the tables.
+    ``refused`` are sentences about logs that are too short, requests that are too long to be served, and plans that
+    measured runs contradict; they stand before the tables.
     """
 
     lead: str
@@ -200,11 +202,12 @@ def _setting_text(action: Mapping[str, Any], precision: str, cache: str = "KV") 
 
 
 def refused_lines(report: PlanReport) -> list[str]:
-    """Requests that are too long to be served, one sentence for each number of them."""
+    """Requests that are too long to be served, one sentence for each number of them, and plans that runs contradict."""
     tables: dict[str, list[str]] = {}
     for name, text in report.refused.items():
         tables.setdefault(text, []).append(name)
-    return [f"{', '.join(names)}: {text}." for text, names in tables.items()]
+    long = [f"{', '.join(names)}: {text}." for text, names in tables.items()]
+    return [*long, *_model_lines(report, missed=True)]
 
 
 def notes(report: PlanReport) -> list[str]:
@@ -216,6 +219,7 @@ def notes(report: PlanReport) -> list[str]:
         "at the median ratio; meets with 90 %, if they are met at the 90% bound. The margin is the distance from the "
         "nearest limit at the median ratio.",
         *_error_lines(report),
+        *_model_lines(report, missed=False),
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
     if any(plan.kv_cache_fp8 for plan in report.plans):
@@ -295,6 +299,31 @@ def _error_lines(report: PlanReport) -> list[str]:
         load = f"{plan.card} at {plan.band} load"
         lines.append(f"Measured / simulated for {load}, median and 90% bound: {'; '.join(told)}.")
     return list(dict.fromkeys(lines))
+
+
+def _model_lines(report: PlanReport, missed: bool) -> list[str]:
+    """Plans whose model was measured on their card with larger errors than their verdict allows for, one a line.
+
+    ``missed`` chooses those that miss the objectives with these errors, or the others.
+    """
+    objectives, lines = [parse_objective(text) for text in report.objectives], []
+    for plan in report.plans:
+        known = {} if plan.precision == TIER else model_ratios(report.model, plan.card, plan.band)
+        allowed = {o.quantity: plan.errors[o.quantity].p50 for o in objectives}
+        worse = {q: known[q] for q in allowed if q in known and known[q][0] > 1.005 * allowed[q]}
+        left = margin(objectives, plan.figures, allowed | {q: found for q, (found, _) in worse.items()})
+        if not worse or (left < 0.0) != missed:
+            continue
+        told = " and ".join(
+            f"{q.upper()} x{found:.2f} ({n} figure{'' if n == 1 else 's'}; the verdict takes x{allowed[q]:.2f})"
+            for q, (found, n) in worse.items()
+        )
+        lines.append(
+            f"{plan.hardware}: benchmark runs of {report.model} on this card at {plan.band} load had larger ratios of "
+            f"measured / simulated: {told}. With them the plan "
+            + ("misses the objectives: measure your engine." if missed else f"has a margin of {left:.0%}.")
+        )
+    return lines
 
 
 def _adapting(report: PlanReport) -> str:

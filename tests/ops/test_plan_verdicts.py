@@ -19,6 +19,7 @@ from inferencegym.spaces.actions import to_row
 from ops import plan as planning
 from ops.capacity import NEUTRAL, grid, log_task, on_replicas, play_constant, play_policy
 from ops.export import engine_files
+from ops.fidelity import model_ratios
 from ops.objectives import Objective, margin, parse_objective
 from ops.plan import Plan, action_of, busiest, make_plan, registered_tables
 from ops.report import notes, plan_report
@@ -284,3 +285,22 @@ def test_no_setting_meets_the_objectives_on_fewer_gpus_than_the_plan_has() -> No
     for setting in grid(prefill_apart=False, tiers=[table.tier_index("FP8")], drafts=False):
         assert margin(objectives, play_constant(setting, task, table).figures) < 0
     assert (plan.n_gpus, found.adapting_saves_gpus) == (2, 0)
+
+
+def test_a_plan_that_runs_of_its_model_on_its_card_contradict_says_so_first() -> None:
+    log = gamma_log(1.0, 4.0, 400)
+    fleet = {"h100-qwen3-32b": load_tables(table_path("h100-qwen3-32b"))}
+    found = make_plan(log, [parse_objective("tpot_p50=60")], fleet, precisions=["BF16"], policies=())
+    (plan,) = found.plans
+    measured, n = model_ratios("qwen3-32b", "h100_sxm", plan.band)["tpot"]
+    assert measured > 1.5 > plan.errors["tpot"].p50
+    told = f"TPOT x{measured:.2f} ({n} figure; the verdict takes x{plan.errors['tpot'].p50:.2f})"
+    # A limit between the two ratios: met with the verdict's, missed with those of the model's own runs.
+    limit = f"tpot_p50={plan.figures['tpot_p50_ms'] * (measured - 0.1):.3f}"
+    (first, *_) = plan_report(replace(found, objectives=[limit])).refused
+    assert first.startswith("h100-qwen3-32b: ")
+    assert told in first
+    assert "misses the objectives" in first
+    calm = replace(found, objectives=["tpot_p50=1000"])
+    assert plan_report(calm).refused == []
+    assert any(told in line and "has a margin of 9" in line for line in notes(calm))
