@@ -53,9 +53,10 @@ PRIORITY_CLASSES: Final = ("interactive", "batch", "best_effort")
 PROMPT_BUCKET_EDGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 """Edges, in tokens, between the buckets 0-7 of prompt lengths (as ``numpy.digitize`` counts them)."""
 PHASES: Final = ("warmup", "steady", "burst", "cooldown")
-Router = Literal["shared", "round-robin", "least-loaded", "prefix-affinity"]
-"""Replica that serves a request: the first with room, out of a shared queue; the next in turn; the one with the fewest
-unanswered requests; the one that computed its prefix, unless it is overloaded (then the least loaded)."""
+Router = Literal["shared", "round-robin", "random", "least-loaded", "prefix-affinity"]
+"""Replica that serves a request: the first with room, out of a shared queue; the next in turn; any, with equal chances;
+the one with the fewest unanswered requests; the one that computed its prefix, unless it is overloaded (then the least
+loaded)."""
 ROUTERS: Final[tuple[Router, ...]] = get_args(Router)
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}

@@ -2,7 +2,6 @@
 
     python -m benchmarks.fidelity.open_suite            writes results/open_fidelity.json and .md, and the two files of
                                                         `inferencegym fidelity` in ops/data/
-    python -m benchmarks.fidelity.open_suite --json     prints the JSON and writes nothing
     python -m benchmarks.fidelity.open_suite --requests prints the requests of every run as CSV
     python -m benchmarks.fidelity.open_suite --server   fits the times of the API server to :data:`SERVER_LOADS`
     python -m benchmarks.fidelity.open_suite --knee     prints what the errors of TTFT p50 at the knee look like
@@ -150,16 +149,20 @@ def _llm_d(load_factor: float = 1.0) -> Iterator[Run]:
 
 
 def _llm_d_8b() -> Iterator[Run]:
-    """Llama-3.1-8B on one card per replica, long prompts of one length; each repeat draws its gamma arrivals anew."""
+    """Llama-3.1-8B on one card per replica, long prompts of one length; each repeat draws arrivals and replicas anew.
+
+    A Kubernetes service picks a replica at random for each connection, and this client opens one per request.
+    """
     source, model = "llm-d-benchmark", "llama-3.1-8b"
     for repeat, row in enumerate(pd.read_csv(DATA / "llm_d_llama_8b.csv").to_dict("records")):
         n, replicas, shape = int(row["requests"]), int(row["replicas"]), row["burstiness"]
         gaps = np.random.default_rng(repeat).gamma(shape, 1.0 / (row["qps"] * shape), n)
         lengths = [np.full(n, int(row[name])) for name in ("prompt_tokens", "output_tokens")]
         fleet = _fleet(source, row["card"], model, "BF16", replicas, max_batched_tokens=LLM_D_8B_TOKENS)
+        fleet = replace(fleet, router="random")
         requests = Requests(gaps.cumsum() - gaps[0], *lengths)
         name = f"{row['prompt_tokens']} + {row['output_tokens']} tokens, {row['qps']:g}/s on {replicas} replicas"
-        yield _run(source, row["card"], model, name, _stated(row), fleet, requests)
+        yield _run(source, row["card"], model, name, _stated(row), fleet, requests, seed=repeat)
 
 
 def _gpustack() -> Iterator[Run]:
@@ -262,9 +265,10 @@ def _run(
     fleet: Fleet,
     requests: Requests,
     clients: int | None = None,
+    seed: int = 0,
 ) -> Run:
     """Play a run; of the simulated figures those that were measured count."""
-    simulation = Simulation(fleet, requests, clients=clients)
+    simulation = Simulation(fleet, requests, seed, clients)
     if requests.reused_tokens is not None:
         simulation.state.prefix_hit = 1.0
     played = (fleet, requests, clients)
@@ -490,6 +494,7 @@ def submission_files(played: Sequence[Run]) -> tuple[str, str]:
                 "cards_per_replica": tensor_parallel,
                 "memory_share": memory_share,
                 "replicas": fleet.replicas,
+                "router": fleet.router,
                 "max_num_seqs": fleet.batch_size,
                 "max_num_batched_tokens": fleet.model.profile.max_batched_tokens,
                 "clients": run.clients,

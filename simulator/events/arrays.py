@@ -60,6 +60,7 @@ RUN: Final[Mapping[str, RunSpec]] = {
     "finish_ms": _unknown("N", "ms", "last token"),
     "output_ms": _unknown("N", "ms", "last output, when it joined its batch or was preempted"),
     "output_delay_ms": RunSpec("N", "ms", "delay with which the first token is sent"),
+    "lot": RunSpec("N", "share", "drawn from 0 to 1: position of its replica among those in service (router random)"),
     "rejected": _whole("N", "flag", "refused"),
     "preemptions": _whole("N", "preemptions", "number of times it was preempted"),
     "need": _whole("N", "tokens", "tokens to prefill"),

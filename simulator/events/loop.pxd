@@ -23,6 +23,7 @@ cdef int READ
 cdef int KIND_BITS
 cdef int SHARED
 cdef int ROUND_ROBIN
+cdef int RANDOM
 cdef int PREFIX_AFFINITY
 cdef int OVERLOAD_REQUESTS
 cdef double OVERLOAD_RATIO
@@ -59,6 +60,7 @@ cdef class Run:
     cdef public double[::1] finish_ms
     cdef public double[::1] output_ms
     cdef public double[::1] output_delay_ms
+    cdef public double[::1] lot
     cdef public long long[::1] rejected
     cdef public long long[::1] preemptions
     cdef public long long[::1] need
@@ -318,6 +320,12 @@ cdef Py_ssize_t chosen_replica(Run s, Py_ssize_t request) noexcept nogil
 
 @cython.locals(_=Py_ssize_t, r=Py_ssize_t)
 cdef Py_ssize_t next_in_turn(Run s) noexcept nogil
+
+@cython.locals(left=Py_ssize_t, r=Py_ssize_t)
+cdef Py_ssize_t drawn_replica(Run s, Py_ssize_t request) noexcept nogil
+
+@cython.locals(n=Py_ssize_t, r=Py_ssize_t)
+cdef Py_ssize_t n_in_service(Run s) noexcept nogil
 
 @cython.locals(best=Py_ssize_t, r=Py_ssize_t)
 cdef Py_ssize_t least_outstanding(Run s) noexcept nogil

@@ -12,7 +12,8 @@ if not cython.compiled:  # compiled, these names are declared in loop.pxd
 # Indices of inferencegym.models.ROUTERS.
 SHARED = 0
 ROUND_ROBIN = 1
-PREFIX_AFFINITY = 3
+RANDOM = 2
+PREFIX_AFFINITY = 4
 # Thresholds of SGLang's router: https://github.com/lightseekorg/smg/blob/main/docs/getting-started/load-balancing.md
 OVERLOAD_REQUESTS = 64
 OVERLOAD_RATIO = 1.5
@@ -35,6 +36,8 @@ def chosen_replica(s: Run, request: int) -> int:
     """Replica to which the router sends a request; -1 if none is in service."""
     if s.router == ROUND_ROBIN:
         return next_in_turn(s)
+    if s.router == RANDOM:
+        return drawn_replica(s, request)
     least = least_outstanding(s)
     if s.router == PREFIX_AFFINITY and least >= 0 and s.follows[request] >= 0:
         r = s.replica[s.follows[request]]
@@ -51,6 +54,26 @@ def next_in_turn(s: Run) -> int:
         if takes_requests(s, r):
             return r
     return -1
+
+
+def drawn_replica(s: Run, request: int) -> int:
+    """Replica in service that the request's lot falls on, or -1."""
+    left = cython.cast(cython.Py_ssize_t, s.lot[request] * n_in_service(s))
+    for r in range(s.n_replicas):
+        if takes_requests(s, r):
+            if left == 0:
+                return r
+            left -= 1
+    return -1
+
+
+def n_in_service(s: Run) -> int:
+    """Replicas that take requests."""
+    n = 0
+    for r in range(s.n_replicas):
+        if takes_requests(s, r):
+            n += 1
+    return n
 
 
 def least_outstanding(s: Run) -> int:

@@ -196,7 +196,8 @@ class Simulation:
     """One run: the clock, the queue, the replicas and the record of every request.
 
     ``first_ms``, ``finish_ms`` and the like are (n,) by request, in ms from the start; NaN for events that have not
-    happened. ``seed`` determines which drafts are accepted. With ``clients`` the requests form a closed loop.
+    happened. ``seed`` determines which drafts are accepted and which replicas the router *random* picks. With
+    ``clients`` the requests form a closed loop.
     """
 
     arrival_ms, start_ms, first_ms, finish_ms = map(_column, ("arrival_ms", "start_ms", "first_ms", "finish_ms"))
@@ -220,6 +221,7 @@ class Simulation:
         state.reserve = int(fleet.model.profile.reserve_output)
         first, second = np.random.SeedSequence(seed).generate_state(2, np.uint64)
         state.random_a, state.random_b = 1 + int(first) % (RANDOM_A - 1), 1 + int(second) % (RANDOM_B - 1)
+        self._lots = np.random.default_rng(np.random.SeedSequence(seed).spawn(1)[0])
         self.loop = Loop(state)
         self._use(fleet)
         self.loop.begin(fleet.replicas)
@@ -372,6 +374,8 @@ class Simulation:
             arrays["reused"][new] = requests.reused_tokens
         if requests.follows is not None:
             arrays["follows"][new] = np.where(requests.follows >= 0, first + requests.follows, -1)
+        if self.fleet.router == "random":
+            arrays["lot"][new] = self._lots.random(n - first)
         if requests.acceptance is not None:
             arrays["acceptance"][new] = requests.acceptance
         self.state.next_request, self.state.last_request = first + n_scheduled, n

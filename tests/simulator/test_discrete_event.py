@@ -421,7 +421,7 @@ def test_the_more_prefill_gpus_the_sooner_the_first_token() -> None:
     replicas=st.integers(1, 4),
     prefill_replicas=st.integers(1, 6),
     pool_tokens=st.integers(300, 9_000),
-    router=st.sampled_from(ROUTERS[:3]),
+    router=st.sampled_from(ROUTERS[:4]),
 )
 def test_every_request_is_answered_once_whatever_the_numbers_of_prefill_gpus_and_replicas(
     seed: int, replicas: int, prefill_replicas: int, pool_tokens: int, router: Router

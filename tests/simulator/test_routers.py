@@ -18,7 +18,7 @@ from simulator.events.requests import Outcome, Requests
 from simulator.events.simulation import Simulation, serve
 from tests.simulator.test_discrete_event import CHUNKED, ROOMY, requests
 
-SHARED, ROUND_ROBIN, LEAST_LOADED, PREFIX_AFFINITY = ROUTERS
+SHARED, ROUND_ROBIN, RANDOM, LEAST_LOADED, PREFIX_AFFINITY = ROUTERS
 
 
 def bursty(n: int, rate_rps: float, seed: int, follows: np.ndarray | None = None) -> Requests:
@@ -50,6 +50,21 @@ def test_round_robin_goes_round_and_least_loaded_goes_to_the_replica_that_is_fre
     assert replica_of(dataclasses.replace(fleet, router=LEAST_LOADED), load) == [0, 1, 1, 1]
 
 
+def test_random_sends_each_request_to_any_replica_with_equal_chances_as_the_seed_says() -> None:
+    load = requests(*((0.1 * i, 10, 2) for i in range(4000)))
+    fleet = Fleet(CHUNKED, 8, ROOMY, 4, router=RANDOM)
+    chosen = np.array(replica_of(fleet, load))
+    # 1,000 are expected on each replica, and after 1,000 the same replica again: 140 are five standard deviations.
+    assert np.bincount(chosen) == pytest.approx([1000] * 4, abs=140)
+    assert (chosen[1:] == chosen[:-1]).sum() == pytest.approx(1000, abs=140)
+    assert replica_of(fleet, load) == chosen.tolist()
+    other = Simulation(fleet, load, seed=1)
+    other.run()
+    assert (other.arrays["replica"] == chosen).mean() == pytest.approx(0.25, abs=0.04)
+    # A request's replica depends on the seed alone, not on the requests before it.
+    assert replica_of(fleet, requests(*((100.0 * i, 900, 50) for i in range(40)))) == chosen[:40].tolist()
+
+
 def test_a_request_waits_for_the_replica_that_it_was_sent_to_while_another_is_free() -> None:
     load = requests((0.0, 100, 400), (0.1, 100, 2), (0.2, 100, 2))
     fleet = Fleet(CHUNKED, 1, ROOMY, 2)
@@ -75,7 +90,7 @@ def test_a_prefix_is_found_only_on_replicas_that_computed_it() -> None:
     load = requests((0.0, 1000, 2), (1.0, 1000, 2), (2.0, 1000, 2))
     load = dataclasses.replace(load, reused_tokens=np.array([0, 600, 800]), follows=np.array([-1, 0, 1]))
     prefilled = {}
-    for router in ROUTERS:
+    for router in (SHARED, ROUND_ROBIN, LEAST_LOADED, PREFIX_AFFINITY):
         run = Simulation(Fleet(CHUNKED, 8, ROOMY, 2, router=router), load)
         run.state.prefix_hit = 1.0
         run.run()
