@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencegym.errors import InvalidConfigError
-from inferencegym.files import atomic_write
+from inferencegym.files import atomic_write, write_text
 from ops.report import Report, plain
 
 if TYPE_CHECKING:
@@ -36,6 +38,23 @@ def write_table(frame: pd.DataFrame, path: Path) -> Path:
         else:
             frame.to_json(temporary, orient="records", indent=1)
     return path
+
+
+def export_path(args: argparse.Namespace, command: str) -> Path | None:
+    """File that ``--export`` writes; None without it and for ``-``, which prints."""
+    if args.export is None or str(args.export_file) == "-":
+        return None
+    return args.export_file or Path(f"{command}-{args.export}.yaml")
+
+
+def write_export(path: Path | None, text: str) -> None:
+    """Write an engine's configuration under its name and say so on stderr, or print it."""
+    from ops.export import FILE
+
+    if path is None:
+        print(text, end="")
+    else:
+        print(f"wrote {write_text(path, text.replace(FILE, path.name))}", file=sys.stderr)
 
 
 @contextmanager

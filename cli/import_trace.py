@@ -97,25 +97,33 @@ def read_log(path: Path, args: argparse.Namespace) -> Imported:
     )
 
 
-def print_log(path: Path, imported: Imported) -> None:
-    """Print how a log was read: the source of each quantity, and a summary."""
+def log_lines(path: Path, imported: Imported) -> list[str]:
+    """How a log was read: the source of each quantity, what was left out, and a summary."""
     from ops.capacity import log_summary
 
     log = log_summary(imported.log)
     sources = "".join(f"; {quantity} from {name}" for quantity, name in imported.columns.items())
     left_out = "".join(f", {n:,} left out ({why})" for why, n in imported.skipped.items())
-    print(f"{path.name}: {imported.format}{sources}")
-    print(f"{log['requests']:,} requests in {log['span_s']:,.0f} s{left_out}")
-    print(f"  rate {log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s, dispersion {log['index_of_dispersion']:.1f}")
-    print(f"  prompts p50 {log['prompt_tokens_p50']:,.0f} p99 {log['prompt_tokens_p99']:,.0f} tokens")
-    print(f"  outputs p50 {log['output_tokens_p50']:,.0f} p99 {log['output_tokens_p99']:,.0f} tokens")
+    lines = [
+        f"{path.name}: {imported.format}{sources}",
+        f"{log['requests']:,} requests in {log['span_s']:,.0f} s{left_out}",
+        f"rate {log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s, dispersion {log['index_of_dispersion']:.1f}",
+        f"prompts p50 {log['prompt_tokens_p50']:,.0f} p99 {log['prompt_tokens_p99']:,.0f} tokens",
+        f"outputs p50 {log['output_tokens_p50']:,.0f} p99 {log['output_tokens_p99']:,.0f} tokens",
+    ]
     if imported.tick_s:
-        print(f"  arrivals were recorded in steps of {imported.tick_s:g} s and are spread over these steps")
-    for note in imported.notes:
-        print(f"  {note}")
+        lines.append(f"arrivals were recorded in steps of {imported.tick_s:g} s and are spread over these steps")
+    lines += imported.notes
     if log["reused_share"]:
         how = "the log's own block ids" if log["reuse_measured"] else "Mooncake's published curve"
-        print(f"  {log['reused_share']:.0%} of the prompt tokens repeat; prefix cache hit rates come from {how}")
+        lines.append(f"{log['reused_share']:.0%} of the prompt tokens repeat; prefix cache hit rates come from {how}")
+    return lines
+
+
+def print_log(path: Path, imported: Imported) -> None:
+    """Print :func:`log_lines`."""
+    first, second, *rest = log_lines(path, imported)
+    print("\n".join((first, second, *(f"  {line}" for line in rest))))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.import_trace import add_log_arguments, print_log, read_log
+from cli.import_trace import add_log_arguments, log_lines, print_log, read_log
 from cli.tables import add_drafts_argument, add_kv_cache_argument
 from inferencegym.models import ROUTERS
 
@@ -93,14 +93,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw cost against latency")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all fleets tried (.csv, .parquet, .json)")
     parser.add_argument(
-        "--export", choices=("vllm", "sglang", "helm"), help="print the first plan's settings for this engine"
+        "--export",
+        choices=("vllm", "sglang", "helm"),
+        help="write the first plan's settings as a configuration file of this engine",
     )
+    parser.add_argument("--export-file", type=Path, help="file to export to (default: plan-ENGINE.yaml; - prints it)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Search and print the cheapest plans."""
-    from cli.figures import check_table, print_report, progress_line, write_table
+    from cli.figures import check_table, export_path, print_report, progress_line, write_export, write_table
     from inferencegym.errors import InvalidConfigError, short_repr
     from inferencegym.files import require_matplotlib, require_writable
     from ops.export import engine_files
@@ -128,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
         check_table(args.out)
     if args.html or args.png:
         require_matplotlib()
-    for path in filter(None, (args.html, args.png, args.out)):
+    export_file = export_path(args, "plan")
+    for path in filter(None, (args.html, args.png, args.out, export_file)):
         require_writable(path)
     prices = load_prices(args.prices) if args.prices else None
     hardware = names(args.hardware)
@@ -154,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     first = report.plans[0] if report.plans else None
+    files = {} if first is None else engine_files(first, tables[first.hardware], report, args.model)
     if args.json:
         print(json.dumps({**report.to_dict(), "read": imported.describe()}))
     else:
@@ -164,14 +169,14 @@ def run(args: argparse.Namespace) -> int:
             "bound, times the median error of measured runs; the lines reach to the 90% bound. Filled: meets all."
         )
         figures = {caption: plan_figure(report)}
-        files = {} if first is None else engine_files(first, tables[first.hardware], report)
-        write_page(args.html, f"Plan for {args.trace.name}", report.log, plan_report(report), figures, files)
+        title, read = f"Plan for {args.trace.name}", log_lines(args.trace, imported)
+        write_page(args.html, title, read, plan_report(report), figures, files)
     if args.png:
         write_picture(args.png, plan_figure(report))
     if args.out:
         write_table(_frame(report), args.out)
     if args.export and first is not None:
-        print(engine_files(first, tables[first.hardware], report)[args.export], end="")
+        write_export(export_file, files[args.export])
     return 0 if report.plans else 1
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cli.import_trace import add_log_arguments, print_log, read_log
+from cli.import_trace import add_log_arguments, log_lines, print_log, read_log
 from cli.tables import add_drafts_argument, add_table_arguments, chosen_tables
 
 
@@ -56,19 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay the log under every policy."""
     from agents.registry import load_own_agents
-    from cli.figures import print_report
-    from inferencegym.files import require_matplotlib, require_writable, write_text
+    from cli.figures import export_path, print_report, write_export
+    from inferencegym.files import require_matplotlib, require_writable
     from inferencegym.tasks import get_task
     from ops.export import EXPORTS, settings_of
     from ops.prices import load_prices
     from ops.report import shadow_figures, shadow_report, write_page
     from ops.shadow import shadow
 
-    export_file = None if str(args.export_file) == "-" else args.export_file or Path(f"shadow-{args.export}.yaml")
+    export_file = export_path(args, "shadow")
     if args.html:
         require_matplotlib()
         require_writable(args.html)
-    if args.export and export_file:
+    if export_file:
         require_writable(export_file)
     tables = chosen_tables(args)
     agents = agent_names(",".join(args.agent or ["heuristic"]))
@@ -94,15 +94,12 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         figures = shadow_figures(report, tables.tiers)
         files = {"Recommendation for vLLM": EXPORTS["vllm"](settings_of(report, tables))}
-        title = f"Shadow report: {args.trace.name}"
-        written = write_page(args.html, title, report.log, shadow_report(report, tables.tiers), figures, files)
+        title, read = f"Shadow report: {args.trace.name}", log_lines(args.trace, imported)
+        written = write_page(args.html, title, read, shadow_report(report, tables.tiers), figures, files)
         print(f"wrote {written}", flush=True)
     if args.export:
         text = EXPORTS[args.export](settings_of(report, tables, args.export_policy), args.draft_model)
-        if export_file:
-            print(f"wrote {write_text(export_file, text)}")
-        else:
-            print(text, end="")
+        write_export(export_file, text)
     return 0
 
 

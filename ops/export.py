@@ -55,6 +55,10 @@ _CHART_FIELDS: Final = {
 }
 """Options for which vLLM's production-stack chart has values; it takes others as arguments."""
 DRAFT_MODEL: Final = "YOUR-EAGLE-HEAD"
+MODEL: Final = "MODEL"
+"""Name in the files of a model whose repository is not known."""
+FILE: Final = "THIS-FILE"
+"""Name of the exported file in its comments; whoever writes the file puts its name in the place."""
 _QUANTIZATION: Final = {
     "vllm": {
         "INT8": "compressed-tensors",
@@ -93,6 +97,7 @@ class EngineSettings:
     tensor_parallel: int = 1
     n_replicas: int = 1
     kv_cache_fp8: bool = False
+    model: str = MODEL
 
     @property
     def draft_tokens(self) -> int:
@@ -130,8 +135,8 @@ def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None 
     )
 
 
-def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[str, str]:
-    """Configuration files with the plan's settings, by engine."""
+def engine_files(plan: Plan, tables: ServingTables, report: PlanReport, model: str | None = None) -> dict[str, str]:
+    """Configuration files with the plan's settings, by engine; ``model`` is named there if it has an owner's name."""
     action = action_of(plan)
     card_gb, tier = reported_gb(tables.meta), action.quant_tier.value
     static_gb = plan.memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
@@ -149,6 +154,7 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[
         tensor_parallel=plan.tensor_parallel,
         n_replicas=plan.n_replicas,
         kv_cache_fp8=plan.kv_cache_fp8,
+        model=model if model and "/" in model else MODEL,
     )
     return {name: write(settings) for name, write in EXPORTS.items()}
 
@@ -215,12 +221,12 @@ class Option:
 
 def vllm_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
     """A file for ``vllm serve MODEL --config FILE`` (YAML)."""
-    return _written(settings, "vllm serve MODEL --config THIS-FILE", vllm_options(settings, draft_model))
+    return _written(settings, f"vllm serve {settings.model} --config {FILE}", vllm_options(settings, draft_model))
 
 
 def sglang_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
     """A file for ``python -m sglang.launch_server --model-path MODEL --config FILE`` (YAML)."""
-    command = "python -m sglang.launch_server --model-path MODEL --config THIS-FILE"
+    command = f"python -m sglang.launch_server --model-path {settings.model} --config {FILE}"
     return _written(settings, command, sglang_options(settings, draft_model))
 
 
@@ -297,7 +303,7 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
         "name": "planned",
         "repository": "vllm/vllm-openai",
         "tag": VLLM_TAG,
-        "modelURL": "MODEL",
+        "modelURL": settings.model,
         "replicaCount": settings.n_replicas,
         "requestCPU": 6,
         "requestMemory": "16Gi",
@@ -306,7 +312,7 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
     }
     comments = [
         *settings.comments,
-        "Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f THIS-FILE",
+        f"Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f {FILE}",
         "Set modelURL, and CPU and memory of a pod, which are not planned.",
         *(option.why for option in rest if option.why),
     ]
@@ -350,8 +356,15 @@ def _precision(settings: EngineSettings, engine: str) -> list[Option]:
         return []
     if settings.tier in _DTYPE:
         return [Option("dtype", _DTYPE[settings.tier])]
-    why = f"{settings.tier}: serve a {_CHECKPOINT[settings.tier]} checkpoint of the model."
-    return [Option("quantization", _QUANTIZATION[engine][settings.tier], why)]
+    method, checkpoint = _QUANTIZATION[engine][settings.tier], _CHECKPOINT[settings.tier]
+    why = (
+        f"{settings.tier}: for a checkpoint in 16 bits, quantized at load. Leave this option out for an FP8 "
+        "checkpoint, whose own method the engine reads: it refuses another one."
+        if settings.tier == "FP8"
+        else f"{settings.tier}: serve a {checkpoint} checkpoint of the model. Leave this option out if its own method "
+        f"(quantization_config in config.json) is not {method}: the engine refuses another one."
+    )
+    return [Option("quantization", method, why)]
 
 
 def _comments(report: ShadowReport, outcome: PolicyOutcome, line: dict[str, FloatArray]) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def plan_job(request: Request) -> dict[str, Any]:
         **report.to_dict(),
         "read": imported.describe(),
         "notes": [*refused_lines(report), *growth_lines(report), *notes(report)],
-        "export": {} if first is None else engine_files(first, tables[first.hardware], report),
+        "export": {} if first is None else engine_files(first, tables[first.hardware], report, request.get("model")),
     }
 
 

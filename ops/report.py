@@ -72,13 +72,16 @@ def plain(value: object) -> str:
 def write_page(
     path: Path,
     title: str,
-    log: Mapping[str, Any],
+    read: Sequence[str],
     report: Report,
     figures: Mapping[str, Figure],
     files: Mapping[str, str],
 ) -> Path:
-    """Write a report on a log as one HTML file, with ``figures`` by caption and settings ``files`` by engine."""
-    parts = [f"<p>{escape(_of_log(log))} {escape(report.lead)}</p>"]
+    """Write a report on a log as one HTML file, with ``figures`` by caption and settings ``files`` by engine.
+
+    ``read`` says how the log was read, one line each.
+    """
+    parts = [f"<p>{escape(report.lead)}</p>", _listed(read)]
     parts += [f"<p><strong>{escape(text)}</strong></p>" for text in report.refused]
     for heading, rows in report.tables.items():
         if not rows:
@@ -88,7 +91,7 @@ def write_page(
         body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
         table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         parts += [f"<h2>{escape(heading)}</h2>", table]
-    parts.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in report.lines)}</ul>")
+    parts.append(_listed(report.lines))
     for i, (caption, figure) in enumerate(figures.items()):
         parts.append(f"<figure>{_svg(figure, f'figure{i}')}<figcaption>{escape(caption)}</figcaption></figure>")
     parts += [f"<h2>{escape(engine)}</h2><pre>{escape(text)}</pre>" for engine, text in files.items()]
@@ -103,11 +106,8 @@ def write_picture(path: Path, figure: Figure) -> Path:
     return path
 
 
-def _of_log(log: Mapping[str, Any]) -> str:
-    return (
-        f"{log['requests']:,} requests in {log['span_s']:,.0f} s ({log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s), "
-        f"prompts p50 {log['prompt_tokens_p50']:,.0f} and outputs p50 {log['output_tokens_p50']:,.0f} tokens."
-    )
+def _listed(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
 def _svg(figure: Figure, name: str) -> str:

@@ -504,6 +504,7 @@ def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.C
     (tmp_path / "prices.json").write_text(json.dumps({"currency": "EUR", "per_gpu_hour": dict(PRICES.per_gpu_hour)}))
     outputs = [tmp_path / name for name in ("plan.html", "front.png", "tried.csv")]
     options = ["plan", "--trace", str(EXAMPLE), "--to-s", "60", "--objective", "ttft_p99=500", "--export", "vllm"]
+    options += ["--export-file", str(tmp_path / "mine.yaml"), "--model", "meta-llama/Llama-3.1-8B"]
     options += [
         "--hardware",
         ",".join(A100),
@@ -518,10 +519,14 @@ def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert "cost/h EUR" in said
     assert "2x the traffic" in said
-    assert "max-num-seqs:" in said
+    assert "max-num-seqs:" not in said
+    exported = (tmp_path / "mine.yaml").read_text()
+    assert "max-num-seqs:" in exported
+    assert "vllm serve meta-llama/Llama-3.1-8B --config mine.yaml" in exported
     assert outputs[1].read_bytes().startswith(b"\x89PNG")
     assert {"hardware", "n_gpus", "share_in_time", "figures.ttft_p99_ms"} <= set(pd.read_csv(outputs[2]).columns)
     page = outputs[0].read_text()
+    assert "prompt from prompt_tokens" in page
     assert page.count("<svg") == 1
     assert "<script" not in page
     command = [*options[:5], "--hardware", "a100-40gb", "--objective", "tpot_p50=1", "--json"]
@@ -545,7 +550,7 @@ def test_a_measured_engine_is_planned_with_by_its_table_file(
     assert main([*command, "--hardware", "a100-40gb", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {plan["hardware"] for plan in found["plans"]} == {"mine", "a100-40gb"}
-    assert main([*command, "--export", "vllm"]) == 0
+    assert main([*command, "--export", "vllm", "--export-file", "-"]) == 0
     exported = capsys.readouterr().out
     assert "max-num-seqs:" in exported
     assert "dtype" not in exported

@@ -370,9 +370,8 @@ def test_a_report_names_settings_in_words_and_the_table_by_its_hardware() -> Non
 
 def test_the_page_is_whole_by_itself(report: ShadowReport, tmp_path: Path) -> None:
     figures, files = shadow_figures(report, load_tables().tiers), {"vLLM": "a: 1 # <b>"}
-    path = write_page(
-        tmp_path / "r.html", 'my <log> & "more"', report.log, shadow_report(report, load_tables().tiers), figures, files
-    )
+    told, read = shadow_report(report, load_tables().tiers), ["3 left out (<failed>)"]
+    path = write_page(tmp_path / "r.html", 'my <log> & "more"', read, told, figures, files)
     page = path.read_text()
     links = Links()
     links.feed(page)
@@ -381,6 +380,7 @@ def test_the_page_is_whole_by_itself(report: ShadowReport, tmp_path: Path) -> No
     assert "<script" not in page
     assert "my &lt;log&gt; &amp; &quot;more&quot;" in page
     assert page.count("<svg") == 2
+    assert "<li>3 left out (&lt;failed&gt;)</li>" in page
     assert "<pre>a: 1 # &lt;b&gt;</pre>" in page
     for outcome in report.outcomes:
         assert outcome.policy.replace('"', "&quot;") in page
