@@ -1164,7 +1164,8 @@ def test_a_plan_without_a_card_is_refused_in_words(visit: Visit) -> None:
     ("label", "value", "said"),
     [
         ("Price per GPU hour", "1.20", 'there is no card "1.20". What to do: write a card, = and its price'),
-        ("Price per GPU hour", "h100=", "such as h100_sxm=1.20; cards are h100_sxm."),
+        ("Price per GPU hour", "h100=", '"h100" has no price. What to do: write a card, = and its price, such as h100='),
+        ("Price per GPU hour", "h10=2", 'there is no card "h10" (did you mean h100_sxm?)'),
         ("Price per GPU hour", "a100-40gb", '"a100-40gb" has no price. What to do: write a card, = and its price'),
         ("Price per GPU hour", "l40s=dear", '"dear" for l40s is not a price from 0 to 1,000,000'),
         ("Currency", "", "The currency of the prices is missing"),
@@ -1174,13 +1175,16 @@ def test_a_plan_without_a_card_is_refused_in_words(visit: Visit) -> None:
 def test_a_mistake_in_the_plan_is_told_in_the_words_of_the_form(
     visit: Visit, label: str, value: str, said: str
 ) -> None:
-    page = visit().open("plan")
+    page = visit(viewport=PHONE).open("plan")
     page.get_by_role("button", name="Load an example log").click()
     expect(page.locator("#panel-plan textarea")).to_have_value(re.compile("arrival_s"))
     page.get_by_label("Price per GPU hour").fill("a100-40gb=1.20")
     page.get_by_label(label).fill(value)
     page.get_by_role("button", name="Make a plan").click()
     expect(page.get_by_role("alert")).to_contain_text(said)
+    expect(page.get_by_role("alert")).to_be_in_viewport(ratio=1)
+    expect(page.get_by_label(label)).to_be_focused()
+    expect(page.get_by_label(label)).to_have_attribute("aria-invalid", "true")
 
 
 @pytest.mark.parametrize(

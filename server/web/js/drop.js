@@ -39,6 +39,7 @@ export class DropBox {
 
   put(text, name = "") {
     this.area.value = text;
+    this.area.removeAttribute("aria-invalid");
     this.from.textContent = name || "or drop it here";
     this.node.closest("[role=tabpanel]")?.querySelector(".problem")?.remove(); // it was about another text
     this.onText(text, name);

@@ -3,7 +3,7 @@
 import { once, post } from "./api.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
-import { EngineSettings, LogBox, folded, inTheForm, refusal, setting } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, folded, inTheForm, setting } from "./request_log.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const CERTAINTY = { likely: "likely", "meets with 90 %": "90 % certain", not: "no" };
@@ -20,9 +20,10 @@ class PlanTab {
   constructor(models, hardware) {
     this.catalogue = hardware;
     this.box = new LogBox({
-      label: "Request log to plan for (CSV or JSON)", example: "Load an example log", tell: (node) => this.tell(node),
+      label: "Request log to plan for (CSV or JSON)", example: "Load an example log", onProblem: (error) => this.refuse(error),
       hint: "A table with arrival time, prompt tokens and output tokens under any usual names, or a published trace. The server does not keep it.",
     });
+    this.alert = new Alert(this.box);
     this.ttft = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "500" });
     this.tpot = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "50" });
     this.e2e = el("input", { type: "number", min: "1", max: "999999", step: "1", placeholder: "20000" });
@@ -40,7 +41,7 @@ class PlanTab {
       el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings, and says what to rent." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
-          el("div", { class: "buttons" }, this.button, this.box.example),
+          el("div", { class: "buttons" }, this.button, this.box.example), this.alert.node,
           el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("End to end p99 (ms)", this.e2e), field("Precisions", this.precision), field("Draft tokens", this.drafts), field("Replicas, at least", this.replicas),
             ...this.box.fields, field("Price per GPU hour", this.prices, "Your price of each card; cards without one are left out. There are no default prices, because providers differ: if empty, the plan takes the fewest GPUs."), field("Currency", this.currency)),
           this.cards),
@@ -65,38 +66,46 @@ class PlanTab {
     if (!parts.length) return undefined;
     const known = new Set(Object.values(this.catalogue).map(({ card }) => card));
     const pairs = parts.map((part) => {
-      const [card, price = ""] = part.split("=").map((text) => text.trim()), alike = [...known].filter((name) => card && name.startsWith(card));
-      const wrong = !known.has(card) ? `there is no card "${card}"` : !price ? `"${card}" has no price` : !(Number(price) > 0 && Number(price) <= 1e6) ? `"${price}" for ${card} is not a price from 0 to 1,000,000` : "";
-      if (wrong) throw { message: `Price per GPU hour: ${wrong}`, next: `write a card, = and its price, such as ${known.has(card) ? card : alike[0] ?? "a100-40gb"}=1.20; cards are ${(alike.length ? alike : [...known]).join(", ")}` };
-      return [card, Number(price)];
+      const [card, price = ""] = part.split("=").map((text) => text.trim()), meant = [...known].filter((name) => [name, shortName(name)].some((one) => plain(one) === plain(card)));
+      const alike = [...known].filter((name) => card && plain(name).startsWith(plain(card).slice(0, 3)));
+      const wrong = !meant.length ? `there is no card "${card}"${alike.length ? ` (did you mean ${alike.join(" or ")}?)` : ""}` : !price ? `"${card}" has no price` : !(Number(price) > 0 && Number(price) <= 1e6) ? `"${price}" for ${card} is not a price from 0 to 1,000,000` : "";
+      if (wrong) throw { field: this.prices, message: `Price per GPU hour: ${wrong}`, next: `write a card, = and its price, such as ${meant.length ? card : alike[0] ?? "a100-40gb"}=1.20; cards are ${[...known].join(", ")}` };
+      return [meant.find((name) => plain(name) === plain(card)) ?? shortName(meant[0]), Number(price)];
     });
-    if (!this.currency.value.trim()) throw { message: "The currency of the prices is missing", next: "fill it in, such as USD" };
+    if (!this.currency.value.trim()) throw { field: this.currency, message: "The currency of the prices is missing", next: "fill it in, such as USD" };
     return { currency: this.currency.value, per_gpu_hour: Object.fromEntries(pairs) };
   }
 
   /** The request that the form makes. Throws an error in the words of the form. */
   request() {
-    if (!this.box.body.log.trim()) throw { message: "There is no log yet", next: "drop a file, paste text, or load the example" };
+    if (!this.box.body.log.trim()) throw { field: this.box.area, message: "There is no log yet", next: "drop a file, paste text, or load the example" };
     const wrong = wrongNumber(this.node);
     if (wrong) throw wrong;
     const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot], ["e2e_p99", this.e2e]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
-    if (!objectives.length) throw { message: "There is no objective", next: "fill in TTFT p99, TPOT p50 or end to end p99" };
+    if (!objectives.length) throw { field: this.ttft, message: "There is no objective", next: "fill in TTFT p99, TPOT p50 or end to end p99" };
     const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
-    if (!hardware.length) throw { message: "No card is chosen", next: "choose at least one" };
+    if (!hardware.length) throw { field: boxes[0], message: "No card is chosen", next: "choose at least one" };
     return { ...this.box.body, objectives, prices: this.priceList(), hardware: hardware.length < boxes.length ? hardware : undefined,
       model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? true : undefined,
       replicas_min: this.replicas.value === "" ? undefined : Number(this.replicas.value) };
   }
 
+  /** Say what is wrong with the form or the log; what was shown before was of other ones. */
+  refuse(error) {
+    this.tell();
+    this.alert.show(error);
+  }
+
   async run() {
     this.button.disabled = true;
+    this.alert.clear(this.node);
     try {
       const body = this.request();
       this.tell(el("p", { text: "Searching…" }));
       this.out.scrollIntoView({ block: "nearest" });
       this.report(await post("plan", body));
     } catch (error) {
-      this.tell(refusal(error, this.box));
+      this.refuse(error);
     }
     this.button.disabled = false;
   }
@@ -131,6 +140,12 @@ class PlanTab {
     announce(said);
   }
 }
+
+/** A card as people say it: `h100` for `h100_sxm`, `a100` for `a100-40gb`. */
+const shortName = (card) => card.replaceAll("_", "-").replace(/-(sxm|server|\d+gb)$/, "");
+
+/** A name without its spelling: "H100 SXM" is `h100_sxm`. */
+const plain = (name) => name.toLowerCase().replace(/[^a-z0-9.]/g, "");
 
 const settingOf = ({ policy, action, precision }) => (action ? setting(action, precision) : policy);
 

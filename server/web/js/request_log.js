@@ -1,17 +1,16 @@
 /** What the tabs on a visitor's request log share: the box with the log, its example, and the settings for engines. */
 
 import { ownText } from "./api.js";
-import { copy, download, el, field, problem, select } from "./dom.js";
+import { copy, download, el, field, fill, problem, select } from "./dom.js";
 import { DropBox } from "./drop.js";
 
 const EXAMPLE = "data/azure-conversation.csv";
 const LOG_BYTES = 4_000_000;
 const ENGINES = [["vllm", "vLLM"], ["sglang", "SGLang"], ["helm", "vLLM by Helm"]];
 
-/** A box for a request log, with a button that fills in the example; `tell` shows what went wrong. */
+/** A box for a request log, with a button that fills in the example; `onProblem` is told what went wrong. */
 export class LogBox extends DropBox {
-  constructor({ label, hint, example, tell }) {
-    const onProblem = (error) => tell(problem(error));
+  constructor({ label, hint, example, onProblem }) {
     super({
       label, hint, accept: ".csv,.json,.jsonl,.gz,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
       placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
@@ -53,9 +52,31 @@ export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => t
 const FORM_NOT_FILE = / from second |Columns of the log|Only rows with|: no column '|: holds no requests with /;
 
 /** An alert with an error of a form, or of the API in the form's words; `box` has the log that it is about. */
-export function refusal({ message, code = "", next }, box) {
+function refusal({ message, code = "", next }, box) {
   const told = inTheForm(message);
   return problem({ message: told.replaceAll(box.body.name, box.name).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || FORM_NOT_FILE.test(told) ? "change it in the form" : next });
+}
+
+/** A form's alert, to stand under its button: `show` puts an error there, in view, and marks the field at fault. */
+export class Alert {
+  constructor(box) {
+    this.box = box;
+    this.node = el("div", { class: "trouble" });
+  }
+
+  show(error, ...nodes) {
+    fill(this.node, refusal(error, this.box), ...nodes);
+    error.field?.setAttribute("aria-invalid", "true");
+    error.field?.addEventListener("input", () => error.field.removeAttribute("aria-invalid"), { once: true });
+    error.field?.focus({ preventScroll: true });
+    this.node.scrollIntoView({ block: "nearest" });
+  }
+
+  /** Forget the last error, of a form within `form`. */
+  clear(form) {
+    fill(this.node);
+    for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+  }
 }
 
 /** A part of a result that is folded up. */

@@ -6,7 +6,7 @@ import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js"
 import { compact, percent } from "./format.js";
 import { KnobFields } from "./knobs.js";
 import { player } from "./players.js";
-import { EngineSettings, LogBox, folded, inTheForm, refusal, setting } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, folded, inTheForm, setting } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const BASELINES = {
@@ -32,9 +32,10 @@ class Trace {
     this.first = tasks[0].id;
     this.hardwareOf = new Map(tasks.map((task) => [String(task.id), task.hardware]));
     this.box = new LogBox({
-      label: "Request log (CSV or JSON)", example: "Load an example", tell: (node) => this.tell(node),
+      label: "Request log (CSV or JSON)", example: "Load an example", onProblem: (error) => this.refuse(error),
       hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. The server does not keep it.",
     });
+    this.alert = new Alert(this.box);
     this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
     this.model = select(info.models.map((name) => [name, name]), Object.values(info.hardware)[0].model, () => this.offerTables());
     this.hardware = select([], "", () => this.offerTiers());
@@ -52,7 +53,7 @@ class Trace {
       el("p", { text: "Drop a request log. The server simulates how each policy and a fixed configuration would have served it; no engine is controlled and the log is not kept. You get the share of requests that miss the objective on the same GPUs, and engine settings to try." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
-          el("div", { class: "buttons" }, this.button, this.box.example),
+          el("div", { class: "buttons" }, this.button, this.box.example), this.alert.node,
           el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
           el("div", { class: "controls stacked" }, field("Model", this.model), field("Hardware", this.hardware), field("Fleet and objectives", this.task)),
           el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo), field("Policies may draft", this.drafts),
@@ -99,22 +100,29 @@ class Trace {
 
   /** The request that the form makes. Throws an error in the words of the form. */
   request() {
-    if (!this.box.body.log.trim()) throw { message: "There is no log yet", next: "drop a file, paste text, or load the example" };
+    if (!this.box.body.log.trim()) throw { field: this.box.area, message: "There is no log yet", next: "drop a file, paste text, or load the example" };
     const policies = [...this.policies.querySelectorAll("input:checked")].map((box) => box.value);
-    if (!policies.length) throw { message: "No policy is chosen", next: "choose at least one" };
+    if (!policies.length) throw { field: this.policies.querySelector("input"), message: "No policy is chosen", next: "choose at least one" };
     const wrong = wrongNumber(this.node);
     if (wrong) throw wrong;
     const number = (input) => (input.value === "" ? undefined : Number(input.value));
     const from_s = number(this.from), to_s = number(this.to);
-    if (to_s <= (from_s ?? 0)) throw { message: `To second: ${to_s} is not after second ${from_s ?? 0}`, next: "choose a later end, or leave it empty" };
+    if (to_s <= (from_s ?? 0)) throw { field: this.to, message: `To second: ${to_s} is not after second ${from_s ?? 0}`, next: "choose a later end, or leave it empty" };
     const task = this.task.value;
     return { ...this.box.body, policies, fixed: this.fixed.action(), hardware: this.table,
       task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s, to_s, drafts: this.drafts.value ? true : undefined };
   }
 
+  /** Say what is wrong with the form or the log; what was shown before was of other ones. */
+  refuse(error, ...nodes) {
+    this.tell();
+    this.alert.show(error, ...nodes);
+  }
+
   async run() {
     const { tiers, model } = this.catalogue[this.table];
     this.button.disabled = true;
+    this.alert.clear(this.node);
     try {
       const body = this.request();
       this.tell(el("p", { text: "Simulating: some seconds for minutes of traffic, half a minute for an hour …" }));
@@ -126,7 +134,7 @@ class Trace {
         [this.from.value, this.to.value] = [from, to];
         this.run();
       } } });
-      this.tell(refusal(error, this.box), ...(take ? [take] : []));
+      this.refuse(error, take);
     }
     this.button.disabled = false;
   }
