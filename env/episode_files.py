@@ -28,7 +28,7 @@ from env.family import Entry, EpisodeEnv, Family, Grade
 from env.leaderboard import IDENTITY, UNNAMED, Simulator, read_simulator
 from env.verify import RELATIVE_TOLERANCE, verify_log
 from inferencegym import __version__
-from inferencegym.errors import DataFormatError, ForgedLogError, short_repr
+from inferencegym.errors import DataFormatError, ForgedLogError, refusal, short_repr
 from inferencegym.messages import parse_json
 from inferencegym.tasks import TaskId
 
@@ -127,16 +127,23 @@ def _canonical(value: Any) -> Any:
 # ---------------------------------------------------------------- files
 
 
-def saved(env: EpisodeEnv) -> dict[str, Any]:
-    """The episode so far as an object for an episode file, with everything that verification needs."""
-    family = family_of(env.task_id)
+def saved(env: EpisodeEnv | Any) -> dict[str, Any]:
+    """The episode so far as an object for an episode file, with everything that verification needs.
+
+    ``env`` plays one episode in this process: an ``InferenceEnv``, or a Gymnasium environment, in wrappers or not.
+    Raises :class:`InvalidConfigError` for any other.
+    """
+    episode: EpisodeEnv = getattr(getattr(env, "unwrapped", env), "episode", env)
+    if not hasattr(episode, "config_dict"):
+        raise refusal("env", env, "an InferenceEnv, or a Gymnasium environment of one serving or rollouts episode")
+    family = family_of(episode.task_id)
     return {
         "family": family.name,
-        "task": env.task_id,
-        "seed": env.seed,
-        "config": env.config_dict(),
-        **asdict(simulator(family, env.task_id)),
-        "steps": env.episode_log,
+        "task": episode.task_id,
+        "seed": episode.seed,
+        "config": episode.config_dict(),
+        **asdict(simulator(family, episode.task_id)),
+        "steps": episode.episode_log,
     }
 
 
@@ -211,6 +218,11 @@ def _episode(place: str, data: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
     task, seed, config = get("task", "task_id"), get("seed"), get("config")
     steps, score, family = get("steps", "episode_log"), get("score"), get("family")
+    if steps is None and "actions" in data:
+        raise DataFormatError(
+            f"{place}: steps is missing: this is a state of get_state(), which has no metrics to check; write "
+            "inferencegym.verification.saved(env) to the file instead"
+        )
     for name, value, kind, needed in (
         ("task", task, (int, str), True),
         ("seed", seed, int, True),

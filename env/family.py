@@ -147,6 +147,12 @@ def state_of(episode: EpisodeEnv) -> dict[str, Any]:
     return {"task_id": episode.task_id, "seed": episode.seed, "config": config, "actions": actions}
 
 
+def check_state(state: object) -> None:
+    """Raise :class:`InvalidConfigError` for a value that :func:`state_of` cannot have made."""
+    if not isinstance(state, Mapping) or not {"task_id", "seed", "config", "actions"} <= state.keys():
+        raise refusal("state", state, "what get_state() returned: task_id, seed, config and actions")
+
+
 @dataclass(frozen=True, slots=True)
 class TaskEntry:
     """A task in lists: id, Gymnasium name, whether it replays recorded traffic, and its description."""

@@ -23,11 +23,11 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from env.families import FAMILIES
-from env.family import EpisodeEnv, Family, Grade, GymCodec, GymFaces, TaskEntry, state_of
+from env.family import EpisodeEnv, Family, Grade, GymCodec, GymFaces, TaskEntry, check_state, state_of
 from env.inference_env import InferenceEnv
 from env.vector import vector_outcome
 from inferencegym import render
-from inferencegym.errors import InvalidConfigError, refusal
+from inferencegym.errors import InvalidActionError, InvalidConfigError, refusal
 from inferencegym.seeds import SeedSeries
 from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
 from inferencegym.spaces.observations import OBSERVATION_SIZE
@@ -86,6 +86,11 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         self._picture = render.episode_picture(render_mode, self.task, self.config.episode_length)
 
     @property
+    def episode(self) -> InferenceEnv:
+        """The episode, for :func:`inferencegym.verification.saved`."""
+        return self._episode
+
+    @property
     def episode_log(self) -> list[dict[str, Any]]:
         """Seconds of the episode so far, as graders and ``POST /grader`` accept them."""
         return self._episode.episode_log
@@ -112,8 +117,10 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
         """Take one step, of one second or ``hold``."""
-        episode = self._episode
-        episode.advance(self._actions.decode(np.asarray(action)[None]))
+        episode, chosen = self._episode, np.asarray(action)
+        if chosen.shape != self.action_space.shape:
+            raise InvalidActionError("action.shape", chosen.shape, str(self.action_space.shape))
+        episode.advance(self._actions.decode(chosen[None]))
         if self._picture is not None:
             seen = episode.observation_row(fleet=True)
             self._picture.add(seen[:OBSERVATION_SIZE], seen[OBSERVATION_SIZE:])
@@ -135,6 +142,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
         Raises :class:`InvalidConfigError` for a state of another task or configuration.
         """
+        check_state(state)
         _refuse_another(state, self._episode)
         self._episode.set_state(state)
         if self._picture is not None:
@@ -214,6 +222,7 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
 
     def set_state(self, state: Mapping[str, Any]) -> Any:
         """Continue the episode of a state, as :meth:`InferenceGymEnv.set_state` does."""
+        check_state(state)
         family = FAMILIES[self._family]
         episode = family.make()
         episode.reset(seed=state["seed"], task_id=self._task_id, config=self._config)
@@ -226,6 +235,11 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
     def grade(self) -> Grade:
         """Grade of the steps played so far: ``score``, ``breakdown`` and ``feedback``."""
         return self._episode.grade()
+
+    @property
+    def episode(self) -> EpisodeEnv:
+        """The episode, for :func:`inferencegym.verification.saved`."""
+        return self._episode
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:

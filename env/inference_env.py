@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from env.batch import ServingBatch
 from env.dynamics import FluidFleet
-from env.family import Grade, outcome, state_of
+from env.family import Grade, check_state, outcome, state_of
 from env.log import EpisodeLog
 from grader.grader import grade_episode
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
@@ -86,6 +86,7 @@ class InferenceEnv:
 
     def set_state(self, state: Mapping[str, Any]) -> ServeObservation:
         """Continue the episode of :meth:`get_state`: play its actions again and return the observation."""
+        check_state(state)
         self.reset(state["seed"], state["task_id"], state["config"])
         self._play_again(state["actions"])
         return self.observation()

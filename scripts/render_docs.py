@@ -147,6 +147,36 @@ def quality() -> str:
     return "\n".join(lines)
 
 
+QUESTIONS = {
+    "autoscale-mix": "Does a learner beat an autoscaler under a load that nobody knows? (one number of replicas)",
+    "fleet-mix": "Does it generalise where the mix of requests differs too? (most room above all policies)",
+    "autoscale-azure": "Does it hold on recorded traffic? (one hour, so no generalisation)",
+    "autoscale": "Does my learner work at all? (PPO beats the best constant within a minute or two)",
+    "3": "Does it set five knobs at once? (announced floods: a timetable scores more than any policy that observes)",
+    "sharegpt-served": "Which search finds the best settings? (static: a constant is nearly as good as any policy)",
+}
+
+
+def choosing() -> str:
+    """Which task answers which question, with the room that stored results leave on it."""
+    autoscalers = json.loads((RESULTS / "autoscalers.json").read_text(encoding="utf-8"))["tasks"]
+    hpa = {each["task"]: agent for each in autoscalers for agent in each["agents"] if agent["agent"] == "hpa"}
+    reports = {str(report["task"]): report for report in quality_reports()}
+    lines = [
+        "| question | task | best constant | rule | best policy that observes | foresight's lead |",
+        "|" + "---|" * 6,
+    ]
+    for name, question in QUESTIONS.items():
+        report = reports[name]
+        entry = report["adaptive_gap"]["policy"]
+        rule = hpa.get(name, report["difficulty_separation"]["rules"])
+        cells = [f"{report['gameability']['best_constant']['score']['mean']:.3f}"]
+        cells += [f"{rule['score']['mean']:.3f} ({rule.get('agent') or rule['policy']})"]
+        cells += [f"{entry['score']['mean']:.3f} ({entry['policy']})", f"{report['headroom']['gap']:.3f}"]
+        lines.append(f"| {question} | `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def calibration_table() -> str:
     """The calibrated constants of each task."""
     from inferencegym.tasks import DATA_DIR
@@ -494,6 +524,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "task-table": task_table,
     "calibration-table": calibration_table,
     "quality": quality,
+    "choosing": choosing,
     "cards": cards,
     "catalogue": catalogue,
     "held_back": held_back,

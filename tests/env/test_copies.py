@@ -95,6 +95,13 @@ def test_an_episode_goes_on_from_a_state_as_often_as_one_likes(name: str, seed: 
             gymnasium.make(ig.registered_id(another)).unwrapped.set_state(state)
 
 
+@pytest.mark.parametrize("name", ["AdversarialMultiTenant", "RolloutMix"])
+@pytest.mark.parametrize("state", [{"a": 1}, "a text", None])
+def test_what_is_no_state_is_refused(name: str, state: object) -> None:
+    with pytest.raises(InvalidConfigError, match=r"state=.*what get_state\(\) returned: task_id, seed"):
+        gymnasium.make(ig.registered_id(name)).unwrapped.set_state(state)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     name=chosen_task,

@@ -271,6 +271,13 @@ def test_actions_of_another_shape_are_refused_before_they_are_snapped() -> None:
             snap(np.zeros(shape), action_mask(list(LEVELS)))
 
 
+def test_an_action_of_another_shape_is_refused_in_the_words_of_one_environment() -> None:
+    env = gymnasium.make("InferenceGym/AdversarialMultiTenant-v1").unwrapped
+    env.reset(seed=1)
+    with pytest.raises(InvalidActionError, match=r"action.shape=\(4,\) is not allowed: action.shape must be \(5,\)"):
+        env.step(np.zeros(4))
+
+
 def test_the_ends_and_the_middle_of_the_box_mean_what_the_documentation_says() -> None:
     knobs = action_codec("box").decode(np.array([[-1.0] * 5, [1.0] * 5, [0.0] * 5]))
     np.testing.assert_allclose(knobs[0], ACTION_LOW)

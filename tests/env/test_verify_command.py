@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 
 from cli.main import main
@@ -17,6 +18,7 @@ from env.families import FAMILIES
 from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficEnv
 from env.traffic.tasks import list_traffic_tasks
+from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import list_tasks
 from tests.desk import Desk
 
@@ -64,6 +66,27 @@ def test_a_log_may_claim_the_highest_score_and_none_above(tmp_path: Path) -> Non
     assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": 1.0})]) == 0
     assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": 1})]) == 0
     assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": 1.0 + 1e-13})]) == 1
+
+
+@pytest.mark.parametrize("name", ["AdversarialMultiTenant-v2", "AutoscaledChat-v2", "RolloutMix-v1"])
+def test_a_gymnasium_episode_is_saved_in_its_wrappers_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    env = gymnasium.make(f"inferencegym.gym:InferenceGym/{name}")
+    env.action_space.seed(1)
+    env.reset(seed=1)
+    info: Log = {}
+    while "score" not in info:
+        info = env.step(env.action_space.sample())[4]
+    assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": info["score"]})]) == 0
+    assert saved(env) == saved(env.unwrapped)
+    assert main(["verify", write(tmp_path / "state.json", env.unwrapped.get_state())]) == 2
+    assert "steps is missing: this is a state of get_state()" in capsys.readouterr().err
+
+
+def test_what_plays_no_episode_of_its_own_cannot_be_saved() -> None:
+    with pytest.raises(InvalidConfigError, match=r"env=.*must be an InferenceEnv, or a Gymnasium environment"):
+        saved(gymnasium.make_vec("inferencegym.gym:InferenceGym/StaticUniform-v2", num_envs=2))
 
 
 def test_a_log_may_claim_the_lowest_score(tmp_path: Path) -> None:
