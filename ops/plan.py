@@ -144,7 +144,8 @@ class Plan:
 class PlanReport:
     """Answer to "which GPUs, how many, which settings": one plan per hardware, the cheapest first.
 
-    ``tried`` are all fleets that the reference played; ``front`` is their :func:`pareto` front.
+    ``tried`` are all fleets that the reference played, with those that may meet with 90 % where the first plan is only
+    likely (:meth:`_Card.safer`); ``front`` is their :func:`pareto` front.
     ``growth`` says how the first plan performs under more traffic, and how many GPUs its settings then need;
     ``adaptive`` has policies on as many GPUs and on fewer. On the fewest GPUs that suffice for a policy, it serves the
     share ``adapting_gain`` more of the requests in time than the best constant there, of which chance may explain
@@ -267,6 +268,8 @@ def make_plan(
         first = found[0]
         adaptive, saved, gain, chance = first.adaptive(policies)
         scaling = first.autoscaled()
+        if first.best is not None and first.best.verdict == LIKELY and not too_few(len(log.arrival_s)):
+            tried += first.safer()
         growth = side_by_side(lambda factor: first.under(factor, searched.faster(factor)), GROWTH)
     progress("done", 1.0)
     return PlanReport(
@@ -654,6 +657,26 @@ class _Card:
         ]
         kept = math.ceil((self._windows_met or 1.0) * len(windows) - 1e-9)
         return sorted(margins, reverse=True)[kept - 1], sum(held) / len(windows)
+
+    def safer(self) -> list[Plan]:
+        """Fleets tried for more than a likely plan: the other precisions, then more GPUs, until one meets with 90 %."""
+        assert self.best is not None
+        if self.best.is_uneven:
+            return []
+        best, units = action_of(self.best), self.best.n_gpus // self._cards_each
+        actions = {best.quant_tier: best}
+        for each in self._finalists(units):
+            actions.setdefault(each.quant_tier, each)
+        known, found = self.tried, list[Plan]()
+        for n in dict.fromkeys((units, units + 1, min(2 * units, self._most))):
+            for action in actions.values():
+                there = [p for p in known if p.n_gpus == n * self._cards_each and p.action == action.to_dict()]
+                if not there and not (action.prefill_disagg and n % 2):
+                    there = [self._plan("constant", self._play(self._played, n, action), action)]
+                    found += there
+                if any(plan.verdict == WITH_90 for plan in there):
+                    return found
+        return found
 
     def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float, float]:
         """Policies with prefill on the replicas, on the best plan's GPUs and on fewer.

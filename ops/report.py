@@ -19,6 +19,7 @@ from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
 from ops.capacity import GRID, too_few
 from ops.fidelity import model_ratios
+from ops.margins import LIKELY, WITH_90
 from ops.objectives import WINDOW_S, margin, parse_objective
 from simulator.hardware.engine_times import TIER
 
@@ -132,7 +133,7 @@ def plan_report(report: PlanReport) -> Report:
     ]
     tables: dict[str, Rows] = {
         "cheapest plans" if report.currency else "fewest GPUs of each hardware": _plan_rows(report, report.plans),
-        "cost against requests in time": _plan_rows(report, report.front),
+        "cost against requests in time, whatever the other objectives (*: a plan above)": _front_rows(report),
         "adaptive policies on as many GPUs, and on fewer": adaptive,
         "the first plan's replicas, set by an autoscaler": _scaling_rows(report.autoscaling),
     }
@@ -150,6 +151,20 @@ def plan_report(report: PlanReport) -> Report:
 
 def _plan_rows(report: PlanReport, plans: Sequence[Plan]) -> Rows:
     return [_plan_cells(plan, report.currency) for plan in plans]
+
+
+def _front_rows(report: PlanReport) -> Rows:
+    """The front and the plans, which other objectives may keep off it, by cost; GPUs of one hardware at a time."""
+    shown = [*report.front, *(plan for plan in report.plans if plan not in report.front)]
+    order = list(dict.fromkeys("" if report.currency else plan.hardware for plan in shown))
+    shown.sort(key=lambda p: (0 if report.currency else order.index(p.hardware), _cost(p), -p.share_in_time))
+    rows = _plan_rows(report, shown)
+    marks = [" *" * (plan in report.plans) for plan in shown]
+    return [{**row, "hardware": f"{row['hardware']}{mark}"} for row, mark in zip(rows, marks, strict=True)]
+
+
+def _cost(plan: Plan) -> float:
+    return plan.n_gpus if plan.cost_per_hour is None else plan.cost_per_hour
 
 
 def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
@@ -220,6 +235,7 @@ def notes(report: PlanReport) -> list[str]:
         "nearest limit at the median ratio.",
         *_error_lines(report),
         *_model_lines(report, missed=False),
+        *_safer_lines(report),
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
     if any(plan.kv_cache_fp8 for plan in report.plans):
@@ -324,6 +340,36 @@ def _model_lines(report: PlanReport, missed: bool) -> list[str]:
             + ("misses the objectives: measure your engine." if missed else f"has a margin of {left:.0%}.")
         )
     return lines
+
+
+def _safer_lines(report: PlanReport) -> list[str]:
+    """Where the first plan is only likely: the smallest fleet that meets with 90 %, or what is missing for it."""
+    if not report.plans or report.plans[0].verdict != LIKELY or too_few(report.log["requests"]):
+        return []
+    first = report.plans[0]
+    if safe := [plan for plan in report.tried if plan.verdict == WITH_90]:
+        plan = min(safe, key=lambda p: (_cost(p), p.hardware != first.hardware, -p.margin))
+        return [f"The smallest fleet tried that meets with 90 %: {_fleet(plan)}. The first plan: {_fleet(first)}."]
+
+    def left(plan: Plan) -> list[tuple[float, str]]:
+        """Margin of each objective at the 90% bound, and its figure there."""
+        rows = [(o, plan.figures[o.figure] * plan.errors[o.quantity].p90) for o in objectives]
+        return [
+            (1.0 - at_90 / o.limit_ms, f"{o.quantity.upper()} {o.statistic} {plain(at_90)} ms") for o, at_90 in rows
+        ]
+
+    objectives = [parse_objective(text) for text in report.objectives]
+    nearest = max((plan for plan in report.tried if plan.meets), key=lambda p: min(left(p)))
+    missed = ", ".join(figure for distance, figure in left(nearest) if distance < 0.0) or "the worst windows"
+    return [
+        f"No fleet tried meets with 90 %. The nearest is {_fleet(nearest)}: at the 90% bound it would miss with "
+        f"{missed}. Relax the objectives, or allow more cards and precisions."
+    ]
+
+
+def _fleet(plan: Plan) -> str:
+    assert plan.action is not None
+    return f"{plan.n_gpus} x {plan.hardware} ({_plan_setting(plan, plan.action)})"
 
 
 def _adapting(report: PlanReport) -> str:
