@@ -4,6 +4,7 @@
     python -m benchmarks.fidelity.hardware --json    prints the JSON and writes nothing
     python -m benchmarks.fidelity.hardware --margins writes ops/data/margins.json, the reference's errors for plans
     python -m benchmarks.fidelity.hardware --rules   prints how many measured latencies the bounds of plans cover
+    python -m benchmarks.fidelity.hardware --tp      fits a host time of tensor parallelism, tests it on other cards
     python -m benchmarks.fidelity.hardware --widths  prints what widths of the output lengths do to TTFT under load
 
 Two sources: loads that AccelMark served on an A100-80GB and an A100-40GB (see benchmarks/fidelity/hardware_runs.py),
@@ -34,6 +35,8 @@ from inferencegym.files import write_text
 from ops.margins import BANDS as LOAD_BANDS
 from ops.margins import CARDS, MARGINS_PATH, SATURATED
 from ops.objectives import QUANTITIES
+from simulator.hardware.catalogue import table_path
+from simulator.hardware.tables import load_tables
 
 BANDS = ("light", "knee", "saturated", "overload")
 BAND_OF_LOAD = {
@@ -64,6 +67,8 @@ RULES = {
 """Rules for the 90% bounds of plans, in the order they were tried, with the quantities whose bounds are by card."""
 LEAST_FIGURES = 10
 """Fewest figures of a band whose quantiles are used."""
+HOST_MS = np.arange(-1.0, 1.01, 0.01)
+"""Host times of tensor parallelism that are tried."""
 GOALS = {"TPOT": 0.10, "throughput": 0.08, "makespan": 0.06}
 TTFT_GOALS = {"TTFT p50": 0.25, "TTFT p99": 0.25}
 """Goals for engines whose host overhead is known."""
@@ -210,6 +215,42 @@ def _goals(rows: Sequence[dict[str, Any]], goals: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def tensor_parallel_time() -> str:
+    """TPOT of vLLM at up to 8 clients, where host time shows best, and what a host time of tensor parallelism changes.
+
+    It is this many milliseconds for each card beyond the first, or for each doubling, fitted to the H100's loops (least
+    squares of the logarithm of simulated / measured); errors are those of all cards' loops with several cards.
+    """
+    loops = [loop for loop in closed_loops()[0] if loop.engine == "vllm"]
+    tpot = {loop: figures["TPOT"] for loop, figures in played(loops) if loop.band == "light"}
+    width = {loop: load_tables(table_path(loop.table)).cards_per_replica for loop in tpot}
+    parallel = [loop for loop in tpot if width[loop] > 1]
+    before = [
+        (card, n, len(mine), f"{np.median([m - s for m, s in mine]):+.2f}", *_error_cells(mine))
+        for (card, n) in sorted({(loop.card, width[loop]) for loop in tpot})
+        for mine in [[tpot[loop] for loop in tpot if (loop.card, width[loop]) == (card, n)]]
+    ]
+    after = []
+    growths: dict[str, Callable[[float], float]] = {"each further card": lambda n: n - 1.0, "each doubling": np.log2}
+    for name, growth in growths.items():
+        fitted = [(*tpot[loop], growth(width[loop])) for loop in parallel if loop.card == "h100"]
+        best = min(HOST_MS, key=lambda ms: sum(np.log((s + ms * x) / m) ** 2 for m, s, x in fitted))
+        for card in sorted({loop.card for loop in parallel}):
+            mine = [
+                (m, s + best * growth(width[loop])) for loop in parallel if loop.card == card for m, s in [tpot[loop]]
+            ]
+            after.append((name, f"{best:+.2f}", card, len(mine), *_error_cells(mine)))
+    lines = table(("card", "cards per replica", "loops", "measured - simulated, ms", "median error", "bias"), before)
+    lines += ["", *table(("host time for", "ms", "card", "loops", "median error", "bias"), after)]
+    return "\n".join(lines)
+
+
+def _error_cells(pairs: Sequence[tuple[float, float]]) -> tuple[str, str]:
+    """Median of the absolute error, and bias, of (measured, simulated) pairs."""
+    errors = np.array([simulated / measured - 1.0 for measured, simulated in pairs])
+    return f"{np.median(np.abs(errors)):.1%}", f"{errors.mean():+.1%}"
+
+
 def print_widths() -> None:
     """Print log errors of TTFT under load by width of the output lengths, for the systems to which it was fitted."""
     for system in (SYSTEMS_80GB[0], SYSTEM_40GB):
@@ -324,7 +365,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--margins", action="store_true", help="write the reference's errors for plans, nothing else")
     parser.add_argument("--rules", action="store_true", help="print what rules for the bounds cover, write nothing")
+    parser.add_argument("--tp", action="store_true", help="fit a host time of tensor parallelism, write nothing")
     options = parser.parse_args(arguments)
+    if options.tp:
+        print(tensor_parallel_time())
+        return
     if options.rules:
         print(rules())
         return
