@@ -3,11 +3,14 @@
 import { once, post } from "./api.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
-import { Alert, EngineSettings, LogBox, folded, inTheForm, setting } from "./request_log.js";
+import { player } from "./players.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, setting } from "./request_log.js";
 
+const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
+const BESIDE = 13; // between cards that cost as much, of a picture's width
 const SVG = "http://www.w3.org/2000/svg";
 const CERTAINTY = { likely: "likely", "meets with 90 %": "90 % certain", not: "no" };
-const HEAD = ["Hardware", "GPUs", "TP", "Setting", "Verdict", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
+const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Meets", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
 
 export async function start(panel) {
   const { models, hardware } = await once("info");
@@ -53,7 +56,7 @@ class PlanTab {
   offer() {
     const cards = new Set(Object.values(this.catalogue).filter(({ model }) => model === this.model.value).map(({ card }) => card));
     fill(this.cards, el("legend", { text: "Cards to search" }), ...[...cards].map((card) => el("label", { class: "chip plain" },
-      el("input", { type: "checkbox", checked: true, value: card }), card)));
+      el("input", { type: "checkbox", checked: true, value: card }), cardName(card))));
   }
 
   tell(...nodes) {
@@ -116,7 +119,7 @@ class PlanTab {
     const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2),
       ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
-    const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, settingOf(plan), plan.verdict, percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
+    const row = (plan) => [cardName(plan.card), plan.n_gpus, plan.tensor_parallel, settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const plans = first ? report.plans : nearest(report);
     const nodes = [el("h2", { class: "verdict", text: said })];
@@ -125,14 +128,14 @@ class PlanTab {
       el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
     if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
-      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Green fleets meet all objectives." }),
+      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Filled fleets meet all objectives. Cards that cost as much stand side by side." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both", head, report.front.map(row))),
       folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, they are at the median error of measured runs." }), table("Figures", head, plans.map(row))));
     const other = [];
-    if (report.adaptive.length) other.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Verdict", "In time"],
-      report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.verdict, percent(plan.share_in_time, 2)])));
+    if (report.adaptive.length) other.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
+      report.adaptive.map((plan) => [player({ name: plan.policy }).label, plan.n_gpus, CERTAINTY[plan.verdict], percent(plan.share_in_time, 2)])));
     if (report.autoscaling.length) other.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
-      report.autoscaling.map((each) => [each.policy, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
+      report.autoscaling.map((each) => [player({ name: each.policy }).label, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     if (other.length) nodes.push(folded("Adaptive policies and autoscalers", ...other));
     nodes.push(folded("All notes: errors, limits, what was left out", el("ul", {}, ...report.notes.map((text) => el("li", { text: inTheForm(text) })))));
     this.tell(...nodes);
@@ -147,12 +150,12 @@ const shortName = (card) => card.replaceAll("_", "-").replace(/-(sxm|server|\d+g
 /** A name without its spelling: "H100 SXM" is `h100_sxm`. */
 const plain = (name) => name.toLowerCase().replace(/[^a-z0-9.]/g, "");
 
-const settingOf = ({ policy, action, precision }) => (action ? setting(action, precision) : policy);
+const settingOf = ({ policy, action, precision }) => (action ? setting(action, precision) : player({ name: policy }).label);
 
-/** GPUs to rent, such as `4 × h100_sxm (2 replicas of 2)`. */
+/** GPUs to rent, such as `4 × H100 SXM (2 replicas of 2)`. */
 function rent({ n_gpus: gpus, n_replicas: replicas, card }) {
   const each = gpus / replicas;
-  return `${gpus} × ${card}${each > 1 ? ` (${replicas} ${replicas > 1 ? "replicas" : "replica"} of ${each})` : ""}`;
+  return `${gpus} × ${cardName(card)}${each > 1 ? ` (${replicas} ${replicas > 1 ? "replicas" : "replica"} of ${each})` : ""}`;
 }
 
 /** The largest fleet of each card where none meets the objectives, that with the most requests in time first. */
@@ -203,14 +206,19 @@ function verdict(report, priced) {
   return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "likely to meet" : "meets with 90 % certainty"} ${asked}.`;
 }
 
-/** Cost of all fleets tried against a latency that an objective bounds (`ttft_p99=500`), at the median error of measured runs; lines reach to the 90 % bound. */
+/**
+ * Cost of all fleets tried against a latency that an objective bounds (`ttft_p99=500`), at the median error of measured runs; lines
+ * reach to the 90 % bound. Each card has its colour; its fleets stand a little beside those of other cards, which often cost as much.
+ */
 function picture(report, priced, objective) {
   const [, quantity, statistic, limit] = objective.match(/^(\w+)_(\w+)=(.*)$/);
-  const [width, height, left, bottom] = [560, 240, 56, 40];
+  const [width, height, left, bottom] = [560, 260, 56, 40];
   const cost = (plan) => (priced ? plan.cost_per_million_tokens : plan.gpu_hours_per_million_tokens);
   const at = (plan, error) => latency(plan, objective, error);
-  const tried = report.tried.filter((plan) => plan.tokens_per_s > 0 && at(plan, "p50") > 0);
-  const x = scale(tried.map(cost), left, width - 40), y = scale([Number(limit), ...tried.flatMap((plan) => [at(plan, "p50"), at(plan, "p90")])], height - bottom, 12);
+  const tried = report.tried.filter((plan) => plan.tokens_per_s > 0 && at(plan, "p50") > 0), cards = [...new Set(tried.map(({ card }) => card))];
+  const aside = (card) => (cards.indexOf(card) - (cards.length - 1) / 2) * BESIDE;
+  const x = scale(tried.map(cost), left + cards.length * BESIDE / 2, width - 30 - cards.length * BESIDE / 2, 40);
+  const y = scale([Number(limit), ...tried.flatMap((plan) => [at(plan, "p50"), at(plan, "p90")])], height - bottom, 16, 16);
   const shape = (tag, attributes, text) => {
     const node = document.createElementNS(SVG, tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
@@ -218,28 +226,33 @@ function picture(report, priced, objective) {
     return node;
   };
   const across = `${priced ? report.currency : "GPU hours"} per million output tokens`, up = `${quantity.toUpperCase()} ${statistic}, ms`;
+  const readout = el("p", { class: "note", text: "Point at a fleet to read it." });
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${up}, against ${across}, of ${tried.length} fleets; the objective is ${limit} ms`, class: "pareto" });
   for (const mark of y.marks) svg.append(shape("text", { x: left - 6, y: y.at(mark) + 4, "text-anchor": "end" }, compact(mark)), shape("path", { d: `M${left} ${y.at(mark)}H${width - 12}`, class: "rule" }));
   for (const mark of x.marks) svg.append(shape("text", { x: x.at(mark), y: height - bottom + 15, "text-anchor": "middle" }, compact(mark)));
   svg.append(shape("text", { x: 4, y: 12 }, up), shape("text", { x: width - 12, y: height - 6, "text-anchor": "end" }, across));
   svg.append(shape("path", { d: `M${left} ${y.at(limit)}H${width - 12}`, class: "limit" }), shape("text", { x: width - 12, y: y.at(limit) - 4, "text-anchor": "end" }, `objective ${limit} ms`));
   for (const plan of tried) {
-    const [cx, cy] = [x.at(cost(plan)), y.at(at(plan, "p50"))];
-    const dot = shape("circle", { cx, cy, r: 3.5, class: plan.meets ? "met" : "missed" });
-    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${settingOf(plan)}: ${up}: ${compact(at(plan, "p50"))} to ${compact(at(plan, "p90"))}; ${percent(plan.share_in_time, 2)} in time`));
-    svg.append(shape("path", { d: `M${cx} ${cy}V${y.at(at(plan, "p90"))}`, class: "error" }), dot, shape("text", { x: cx + 5, y: cy + 11 }, String(plan.n_gpus)));
+    const [cx, cy] = [x.at(cost(plan)) + aside(plan.card), y.at(at(plan, "p50"))], ink = INKS[cards.indexOf(plan.card) % INKS.length];
+    const said = `${rent(plan)}, ${settingOf(plan)}: ${up}: ${compact(at(plan, "p50"))} to ${compact(at(plan, "p90"))}; ${percent(plan.share_in_time, 2)} in time; ${compact(cost(plan))} ${across}`;
+    const fleet = shape("g", { class: `ink-${ink}` });
+    fleet.append(shape("title", {}, said), shape("path", { d: `M${cx} ${cy}V${y.at(at(plan, "p90"))}`, class: "error" }), shape("circle", { cx, cy, r: 4.5, class: plan.meets ? "met" : "missed" }), shape("text", { x: cx + 6, y: cy + 11 }, String(plan.n_gpus)));
+    fleet.addEventListener("pointerenter", () => { readout.textContent = said; });
+    svg.append(fleet);
   }
-  return svg;
+  const legend = el("div", { class: "legend" }, ...cards.map((card, i) => el("span", { class: `chip dot ink-${INKS[i % INKS.length]}`, text: cardName(card) })));
+  return el("div", {}, legend, svg, readout);
 }
 
-/** A logarithmic scale from values to places between two ends, with its marks at 1, 2 and 5, or at powers of ten if those are too many. */
-function scale(values, from, to) {
+/** A logarithmic scale from values to places between two ends, with marks at 1, 2 and 5 times powers of ten that are `apart`, or at the ends if those are too few. */
+function scale(values, from, to, apart) {
   const [low, high] = [Math.min(...values) / 1.15, Math.max(...values) * 1.15];
   const at = (value) => from + ((to - from) * Math.log(value / low)) / Math.log(high / low);
   const round = [];
   for (let power = Math.floor(Math.log10(low)); 10 ** power < high; power += 1) round.push(...[1, 2, 5].map((times) => times * 10 ** power));
-  const inside = round.filter((mark) => mark >= low && mark <= high);
-  return { at, marks: inside.length > 8 ? inside.filter((mark) => Number.isInteger(Math.log10(mark))) : inside };
+  const spread = (marks) => marks.filter((mark) => mark >= low && mark <= high).reduce((kept, mark) => (kept.length && Math.abs(at(mark) - at(kept.at(-1))) < apart ? kept : [...kept, mark]), []);
+  const inside = spread(round);
+  return { at, marks: inside.length > 1 ? inside : spread([Math.min(...values), Math.max(...values)]) };
 }
 
 function settings(report) {

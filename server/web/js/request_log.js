@@ -82,6 +82,9 @@ export class Alert {
 /** A part of a result that is folded up. */
 export const folded = (title, ...nodes) => el("details", { class: "fold" }, el("summary", { text: title }), ...nodes);
 
+/** A card in words: "H100 SXM" for `h100_sxm`. */
+export const cardName = (card) => card.replace(/[-_]/g, " ").toUpperCase().replace("SERVER", "Server").replace(/(\d)GB$/, "$1 GB");
+
 /** A setting in words. */
 export const setting = ({ batch_size: batch, kv_budget: kv, spec_length: drafts, prefill_disagg: apart }, precision) =>
   `${precision}, batch ${batch}, KV ${Number(kv.toFixed(2))}${drafts ? `, ${drafts} drafts` : ""}${apart ? ", separate prefill" : ""}`;

@@ -6,7 +6,7 @@ import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js"
 import { compact, percent } from "./format.js";
 import { KnobFields } from "./knobs.js";
 import { player } from "./players.js";
-import { Alert, EngineSettings, LogBox, folded, inTheForm, setting } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, setting } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const BASELINES = {
@@ -65,7 +65,8 @@ class Trace {
 
   /** List the tables of the model. */
   offerTables() {
-    const tables = Object.entries(this.catalogue).filter(([, { model }]) => model === this.model.value).map(([name]) => [name, name]);
+    const tables = Object.entries(this.catalogue).filter(([, { model }]) => model === this.model.value)
+      .map(([name, { card, cards_per_replica: each }]) => [name, `${cardName(card)}${each > 1 ? `, ${each} GPUs per replica` : ""}`]);
     fill(this.hardware, ...tables.map(([value, text]) => el("option", { value, text })));
     this.offerTiers();
   }
@@ -120,14 +121,14 @@ class Trace {
   }
 
   async run() {
-    const { tiers, model } = this.catalogue[this.table];
+    const { tiers, model, card } = this.catalogue[this.table];
     this.button.disabled = true;
     this.alert.clear(this.node);
     try {
       const body = this.request();
       this.tell(el("p", { text: "Simulating: some seconds for minutes of traffic, half a minute for an hour …" }));
       this.out.scrollIntoView({ block: "nearest" });
-      this.report(await post("shadow", body), tiers, model, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
+      this.report({ ...await post("shadow", body), card: cardName(card) }, tiers, model, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
     } catch (error) {
       const [, from, to] = error.message.match(/busiest hour, from second (\d+) to (\d+)/) ?? [];
       const take = to && el("button", { type: "button", text: "Compare on the busiest hour", on: { click: () => {
@@ -151,7 +152,7 @@ class Trace {
       ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${text}.` })),
       table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU s /1k tokens"],
         players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)] : ["–", "–", "–"])])),
-      el("p", { class: "note", text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.hardware} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
+      el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
       this.settings(report, players),
       folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
       folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "Restarts"],
@@ -202,11 +203,11 @@ const inSentence = ({ label }) => label.replace("Your", "your").replace("Best", 
 const lost = ({ completed, rejected, unserved }) => (rejected + unserved) / (completed + rejected + unserved);
 
 /** The recommendation in one sentence: the setting, its cost, and how many requests are late beside the baselines. */
-function verdict({ best, n_gpus: gpus, hardware, model, slo_ms: slo }, players, tiers) {
+function verdict({ best, n_gpus: gpus, card, model, slo_ms: slo }, players, tiers) {
   const one = players.find(({ key }) => key === best), [fixed, constant] = players;
   const { slo_miss_share: late, gpu_s_per_1k_tokens: cost, action } = one.outcome;
   const what = action ? setting(action, tiers[action.quant_tier]) : "";
-  const found = `for ${model} on ${gpus} × ${hardware}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
+  const found = `for ${model} on ${gpus} × ${card}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
   if (one === fixed) {
     const { slo_miss_share: theirs, tpot_mean_ms: pace } = constant.outcome, faster = theirs <= late && pace < 0.9 * one.outcome.tpot_mean_ms;
     return `Keep ${inSentence(fixed)} (${what}) ${found}, and nothing else here makes fewer late by more than chance explains.${faster ? ` Not judged: the best constant writes a token in ${compact(pace)} ms instead of ${compact(one.outcome.tpot_mean_ms)}.` : ""}`;
