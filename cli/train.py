@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--url", help="train against this server instead of in process")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    parser.add_argument("--force", action="store_true", help="overwrite the run in --out if there is one")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -45,6 +46,11 @@ def run(args: argparse.Namespace) -> int:
         from agents.ppo_demo import OBSERVATION, local_envs, rise, settings_for, train
     except ModuleNotFoundError as error:
         raise InvalidConfigError(f"{install_hint(error) or error} (in a clone: make rl)") from error
+    if (args.out / "episodes.csv").exists() and not (args.resume or args.force):
+        raise InvalidConfigError(
+            f"{args.out} holds a run already: continue it with --resume, overwrite it with --force, or choose another "
+            "--out"
+        )
     make_folder(args.out)
     chosen = {} if args.envs is None else {"n_envs": args.envs}
     settings = settings_for(task, from_scratch=args.from_scratch, reward=args.reward, **chosen)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import tests.alone  # noqa: F401 - before anything imports the families
 from tests.desk import Desk
 from tests.programs import REFUSE_SKIPS, refuses_skips
 from tests.servers import RunningServer, running_server

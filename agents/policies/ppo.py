@@ -157,5 +157,6 @@ def shipped_policy(task: TaskSpec) -> Path:
 
 
 def make_ppo(task: TaskSpec, path: str = "") -> PpoAgent:
-    """The agent ``ppo`` (the shipped policy of the task) or ``ppo:FILE``."""
-    return PpoAgent(PolicyFile.load(path or shipped_policy(task)), task)
+    """The agent ``ppo`` (the shipped policy of the task), ``ppo:FILE`` or ``ppo:FOLDER`` of a training run."""
+    file = Path(path) if path else shipped_policy(task)
+    return PpoAgent(PolicyFile.load(file / "policy.npz" if file.is_dir() else file), task)

@@ -456,6 +456,15 @@ def test_the_command_trains_in_process_and_against_a_server(
     assert "ppo:" in capsys.readouterr().out
     # Same seeds, same numbers: a server changes only the time it takes.
     assert (tmp_path / "local" / "episodes.csv").read_text() == (tmp_path / "remote" / "episodes.csv").read_text()
+    for policy in (tmp_path / "local", tmp_path / "local" / "policy.npz"):
+        assert main(["evaluate", "--task", "1", "--agent", f"ppo:{policy}", "--seeds", "2"]) == 0
+    before = (tmp_path / "local" / "policy.npz").read_bytes()
+    again = ["train", "--task", "1", "--seed", "1", "--steps", "400", "--envs", "16", "--out", str(tmp_path / "local")]
+    assert main([*again, "--quiet"]) == 2
+    assert "holds a run already: continue it with --resume" in capsys.readouterr().err
+    assert (tmp_path / "local" / "policy.npz").read_bytes() == before
+    assert main([*again, "--quiet", "--force"]) == 0
+    assert (tmp_path / "local" / "policy.npz").read_bytes() != before
 
 
 def test_the_command_refuses_what_cannot_be_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
