@@ -72,6 +72,9 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("count", "skip"),
         help="failed requests count as demand, with the median output, or are left out (default count)",
     )
+    parser.add_argument(
+        "--drop-duplicates", action="store_true", help="of requests with the same id, only the first counts"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the file")
     parser.add_argument(
         "--from-s", type=float, default=0.0, metavar="S", help="leave out requests before second S of the log"
@@ -94,6 +97,7 @@ def read_log(path: Path, args: argparse.Namespace) -> Imported:
         skip_failed=args.failed == "skip",
         only=args.filter,
         skip_bad=args.skip_bad,
+        drop_duplicates=args.drop_duplicates,
     )
 
 

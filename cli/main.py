@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 from inferencegym import __version__
-from inferencegym.errors import InferenceGymError
+from inferencegym.errors import InferenceGymError, did_you_mean
 from inferencegym.installation import INTERPRETED, install_hint, interpreted_modules
 
 COMMANDS: Final[dict[str, str]] = {
@@ -48,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((a for a in arguments if a in COMMANDS), None)
     try:
-        args = _parser(chosen).parse_args(arguments)
+        args = _parsed(arguments, chosen)
         if interpreted_modules():
             print(INTERPRETED, file=sys.stderr)
         return int(args.run(args))
     except InferenceGymError as error:
-        print(f"inferencegym {chosen}: {error}", file=sys.stderr)
+        print(f"inferencegym {chosen}: {'; '.join([str(error), *getattr(error, '__notes__', ())])}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         hint = install_hint(error)
@@ -65,18 +66,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Parser of all commands, with the options of the chosen one."""
+def _parsed(arguments: Sequence[str], chosen: str | None) -> argparse.Namespace:
+    """The arguments as options; a misspelt command or option ends with the one that was probably meant."""
+    parser, commands = _parser(chosen)
+    first = next((a for a in arguments if not a.startswith("-")), None)
+    if chosen is None and first is not None:
+        parser.error(f"no command {first!r}: {did_you_mean(first, COMMANDS, 'commands are ' + ', '.join(COMMANDS))}")
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = commands[args.command]
+        known = re.findall(r"--[a-z-]+", command.format_help())
+        told = did_you_mean(unknown[0], known, f"see inferencegym {args.command} --help")
+        command.error(f"unrecognized arguments: {' '.join(unknown)}; {told}")
+    return args
+
+
+def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Parser of all commands, and those of each, of which the chosen one has its options."""
     parser = argparse.ArgumentParser(prog="inferencegym", description="RL environment for LLM-inference control.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = {}
     for name, line in COMMANDS.items():
-        sub = subparsers.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
+        sub = commands[name] = subparsers.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
         if name == chosen:
             module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    return parser
+    return parser, commands
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     from ops.plan import MAX_GPUS, make_plan, registered_tables, tables_of_files
     from ops.prices import load_prices
     from ops.report import plan_figure, plan_report, write_page, write_picture
+    from simulator.hardware.catalogue import models, usual_name
 
     if args.sessions:
         return _plan_sessions(args)
@@ -138,7 +139,13 @@ def run(args: argparse.Namespace) -> int:
     hardware = names(args.hardware)
     tables = tables_of_files(args.table or ())
     if hardware is not None or not tables:
-        tables |= registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
+        try:
+            tables |= registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
+        except InvalidConfigError as error:
+            named = read_log(args.trace, args).model if error.field == "model" and args.model is None else None
+            if named is not None and usual_name(named) in models():
+                error.add_note(f"the log names {named}: --model {named}")
+            raise
     imported = read_log(args.trace, args)
     if not args.json:
         print_log(args.trace, imported)
@@ -158,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     first = report.plans[0] if report.plans else None
-    files = {} if first is None else engine_files(first, tables[first.hardware], report, args.model)
+    files = {} if first is None else engine_files(first, tables[first.hardware], report, args.model or imported.model)
     if args.json:
         print(json.dumps({**report.to_dict(), "read": imported.describe()}))
     else:

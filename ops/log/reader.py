@@ -33,7 +33,7 @@ from ops.log.names import (
     parse_filter,
     table_format,
 )
-from ops.log.source import Source, Value
+from ops.log.source import SKIP_HINT, Source, Value
 from simulator.hardware.tables import FloatArray
 from simulator.load.prefix import BLOCK_TOKENS, PrefixReuse
 from simulator.load.recorded import load_trace
@@ -70,7 +70,8 @@ class Imported:
     """A request log and how it was read.
 
     ``columns`` says where each quantity came from, ``skipped`` how many rows were left out for each reason, ``tick_s``
-    over which step (s) arrivals were spread, ``notes`` what else a reader must know, one sentence each.
+    over which step (s) arrivals were spread, ``notes`` what else a reader must know, one sentence each, ``model`` the
+    only model that the log names.
     """
 
     log: RequestLog
@@ -79,6 +80,7 @@ class Imported:
     skipped: Mapping[str, int] = field(default_factory=dict)
     tick_s: float = 0.0
     notes: Sequence[str] = ()
+    model: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """Origin of the log, for the description in a packed trace."""
@@ -99,6 +101,7 @@ def import_log(
     skip_failed: bool = False,
     only: str | None = None,
     skip_bad: int = 0,
+    drop_duplicates: bool = False,
 ) -> Imported:
     """Read a request log, sorted by arrival, starting at 0.
 
@@ -106,18 +109,18 @@ def import_log(
     ``limit`` keeps the first rows of the file, ``start_s`` and ``end_s`` a window after the first arrival; ``run``
     chooses one benchmark of a report that holds several, and ``only`` selects requests by a column (``model=llama``,
     ``model=llama,qwen``). Requests of several models are refused unless ``only`` chooses some of them. ``skip_bad`` is
-    how many rows that cannot be read are left out. ``content`` is the text of a file that was uploaded under the name
-    ``path``. A failed request was still load: if it has a prompt it counts, with the median output of the others,
-    unless ``skip_failed``. Arrivals recorded in coarse steps are spread over their step, in the order of the file.
+    how many rows that cannot be read are left out; with ``drop_duplicates`` only the first request of an id counts.
+    ``content`` is the text of a file that was uploaded under the name ``path``. A failed request was still load: if it
+    has a prompt it counts, with the median output of the others, unless ``skip_failed``. Arrivals recorded in coarse
+    steps are spread over their step, in the order of the file.
     Times without a unit that may be ms are refused. Raises :class:`DataFormatError` naming file, line and field.
     """
     if not 0 <= skip_bad <= MAX_SKIP_BAD:
         raise InvalidConfigError(
             f"--skip-bad={skip_bad} is not allowed: it must be from 0 to {MAX_SKIP_BAD:,}", "skip_bad"
         )
-    source = Source(
-        Path(path), run, content, skip_failed, None if only is None else parse_filter(only), skip_bad=skip_bad
-    )
+    chosen = None if only is None else parse_filter(only)
+    source = Source(Path(path), run, content, skip_failed, chosen, skip_bad, drop_duplicates)
     if content is None and source.path.suffix == ".npz":
         return Imported(cut_log(load_trace(str(path))[0], start_s, end_s, str(path), limit), "packed trace")
     if format not in ("auto", *NAMES):
@@ -138,9 +141,8 @@ def import_log(
             f"{path}: lasts {log.arrival_s[-1]:g} s; a log may last {MAX_SPAN_S:,} s: if its times are not in "
             "seconds, name their unit (--columns arrival=COLUMN:ms), else choose a part of it (--from-s, --to-s)"
         )
-    return Imported(
-        log, table.format.name, table.columns.describe(table.clock.form), source.skipped, tick_s, source.notes
-    )
+    columns_used = table.columns.describe(table.clock.form)
+    return Imported(log, table.format.name, columns_used, source.skipped, tick_s, source.notes, source.model)
 
 
 # ---------------------------------------------------------------- files: frames of raw cells
@@ -327,9 +329,12 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
     blocks: list[tuple[Any, ...]] = []
     room = MAX_REQUESTS + 1 if limit is None else limit
     models: Counter[str] = Counter()
+    others: Counter[str] = Counter()  # values of the filtered column, until one matches
     for raw in table.frames:
         if source.only is not None:
             column, values = source.only
+            if not any(map(len, pieces)):
+                others.update(map(str, raw[column].dropna()))
             raw = raw[np.array([str(cell) in values for cell in raw[column]], dtype=bool)]
         for piece in _readable(source, table, raw):
             pieces.append(piece.iloc[:room])
@@ -347,8 +352,11 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
     _note_bad(source)
     rows = pd.concat(pieces) if pieces else pd.DataFrame()
     if not len(rows):
-        only = "" if source.only is None else f" with {source.only[0]}={','.join(sorted(source.only[1]))}"
-        raise source.wrong(f"holds no requests{only}")
+        if source.only is None:
+            raise source.wrong("holds no requests")
+        there = short_text(", ".join(f"{name}: {n:,}" for name, n in others.most_common(5)), 200) or "none"
+        column, values = source.only
+        raise source.wrong(f"holds no requests with {column}={','.join(sorted(values))}; values there: {there}")
     _refuse_unknown_unit(source, table, rows)
     if len(models) > 1 and (source.only is None or source.only[0] != table.columns.names["model"]):
         listed = ", ".join(f"{name}: {n:,}" for name, n in models.most_common(5))
@@ -358,7 +366,8 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
             f"--filter {name}=NAME, or several that one fleet serves with --filter {name}=NAME,NAME",
             name,
         )
-    _note_duplicates(source, table, rows)
+    source.model = next(iter(models)) if len(models) == 1 else None
+    rows, blocks = _without_duplicates(source, table, rows, blocks)
     return _with_outputs(source, _with_classes(source, table, rows)), blocks
 
 
@@ -369,6 +378,7 @@ def _readable(source: Source, table: _Table, raw: pd.DataFrame) -> list[pd.DataF
         return [_numbers_of(source, table, raw)]
     except DataFormatError as error:
         if source.skip_bad == 0:
+            error.add_note(SKIP_HINT)
             raise
         source.skipped, table.clock = skipped, clock
         if len(raw) == 1:
@@ -418,16 +428,25 @@ def _with_classes(source: Source, table: _Table, rows: pd.DataFrame) -> pd.DataF
     return rows.assign(**{"class": 0.0}) if rows["class"].isna().any() else rows
 
 
-def _note_duplicates(source: Source, table: _Table, rows: pd.DataFrame) -> None:
-    """Add a note about requests that share an id; all of them count."""
-    twice = rows["id"].duplicated(keep=False).to_numpy() if "id" in table.columns.names else np.zeros(len(rows))
+def _without_duplicates(
+    source: Source, table: _Table, rows: pd.DataFrame, blocks: list[tuple[Any, ...]]
+) -> tuple[pd.DataFrame, list[tuple[Any, ...]]]:
+    """Requests and their blocks without later ones of the same id, if the user drops them; else a note names them."""
+    if "id" not in table.columns.names:
+        return rows, blocks
+    if source.drop_duplicates:
+        again = rows["id"].duplicated().to_numpy()
+        _count(source, f"repeated {table.columns.names['id']}", again)
+        return rows[~again], [ids for ids, dropped in zip(blocks, again, strict=False) if not dropped]
+    twice = rows["id"].duplicated(keep=False).to_numpy()
     if twice.any():
         first, second = rows.index[rows["id"] == rows["id"].to_numpy()[twice.argmax()]][:2]
         where = f"lines {first} and {second}" if first > 0 else f"places {-1 - first} and {-1 - second} of the list"
         source.notes.append(
             f"{int(twice.sum()):,} requests share their {table.columns.names['id']} with another one, the first on "
-            f"{where}; all of them count"
+            f"{where}; all of them count (--drop-duplicates keeps the first of each)"
         )
+    return rows, blocks
 
 
 def _with_outputs(source: Source, rows: pd.DataFrame) -> pd.DataFrame:

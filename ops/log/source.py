@@ -39,12 +39,17 @@ _DECODER: Final = json.JSONDecoder()
 _SPACE: Final = re.compile(r"\s*")
 
 
+SKIP_HINT: Final = "--skip-bad N leaves out up to N such rows"
+"""Note on errors about a row, for users of the command line."""
+
+
 @dataclass(slots=True)
 class Source:
     """A file being read, or the ``content`` of a file that was uploaded under the name ``path``.
 
     ``run`` chooses one of several runs, ``skip_failed`` leaves out failed requests, ``only`` is a column and the values
-    of which every request must have one in it, and ``skip_bad`` how many rows that cannot be read may be left out.
+    of which every request must have one in it, and ``skip_bad`` how many rows that cannot be read may be left out, and
+    ``drop_duplicates`` whether only the first request of each id counts.
     Reading sets the other fields: the current line (0: none), the list that records lie ``within``, rows left out by
     reason, what is wrong with each row that cannot be read (:meth:`leave_out`), the size of blocks of repeated
     prefixes, and ``notes``, sentences about the log.
@@ -56,12 +61,14 @@ class Source:
     skip_failed: bool = False
     only: tuple[str, frozenset[str]] | None = None
     skip_bad: int = 0
+    drop_duplicates: bool = False
     line: int = 0
     within: str = ""
     block_tokens: int = BLOCK_TOKENS
     skipped: Counter[str] = field(default_factory=Counter)
     bad: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    model: str | None = None
 
     def wrong(self, what: str, field: str | None = None) -> DataFormatError:
         """Error with this text about the file and, if it is read by lines, its current line."""
@@ -75,6 +82,7 @@ class Source:
         """
         self.bad[row] = str(error).removeprefix(f"{self.path}, ")
         if self.skip_bad == 0:
+            error.add_note(SKIP_HINT)
             raise error
         if len(self.bad) > self.skip_bad:
             raise DataFormatError(

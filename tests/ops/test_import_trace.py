@@ -176,7 +176,9 @@ def test_requests_of_one_id_are_named_and_count(tmp_path: Path) -> None:
     imported = import_log(tmp_path / "c.csv")
     assert len(imported.log.arrival_s) == 6
     told = "4 requests share their request_id with another one, the first on lines 2 and 6; all of them count"
-    assert imported.describe()["notes"] == [told]
+    assert imported.describe()["notes"] == [f"{told} (--drop-duplicates keeps the first of each)"]
+    once = import_log(tmp_path / "c.csv", drop_duplicates=True)
+    assert (once.log.arrival_s.tolist(), once.skipped) == ([0, 1, 2, 3], {"repeated request_id": 2})
     records = [{"id": 7, "time": s, "prompt_tokens": 5, "output_tokens": 5} for s in range(2)]
     (tmp_path / "c.json").write_text(json.dumps(records))
     assert "places 0 and 1 of the list" in import_log(tmp_path / "c.json").notes[0]

@@ -416,7 +416,7 @@ def test_several_models_are_no_one_load_and_a_filter_chooses_among_them(tmp_path
     assert (one.log.prompt_tokens.tolist(), one.notes) == ([100, 300], [])
     assert import_log(path, limit=1).log.prompt_tokens.tolist() == [100]
     check(import_log(path, only="model=a,b"))
-    with pytest.raises(DataFormatError, match="holds no requests with model=c"):
+    with pytest.raises(DataFormatError, match="holds no requests with model=c; values there: a: 2, b: 1"):
         import_log(path, only="model=c")
     with pytest.raises(DataFormatError, match="no column 'user' for filter; there are time, input_tokens"):
         import_log(path, only="user=a")

@@ -125,6 +125,27 @@ def test_an_answer_holds_for_a_second_at_least_and_has_a_token_at_least(capsys: 
         assert f"{name.replace('-', '_')}=0 is not allowed" in refusal(capsys, "llm", f"--{name}=0")
 
 
+def test_a_misspelt_command_or_option_ends_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serv", "--port", "8000"])
+    assert "no command 'serv': did you mean serve?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--trace", "log.csv", "--objectve", "ttft_p99=500"])
+    told = capsys.readouterr().err
+    assert told.startswith("usage: inferencegym plan ")
+    assert "did you mean --objective?" in told
+
+
+def test_a_refused_plan_says_which_option_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.csv"
+    rows = ["0,500,10,Llama-3.1-8B", "1,n/a,10,Llama-3.1-8B", "2,50,10,Llama-3.1-8B"]
+    log.write_text("\n".join(("arrival_s,prompt_tokens,output_tokens,model", *rows)) + "\n")
+    command = "plan", "--trace", log, "--objective", "ttft_p99=500"
+    assert "--skip-bad N leaves out" in refusal(capsys, *command, "--model", "llama-3.1-8b")
+    told = refusal(capsys, *command, "--skip-bad", "1")
+    assert told.endswith("the log names Llama-3.1-8B: --model Llama-3.1-8B")
+
+
 def test_a_share_held_out_is_a_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
