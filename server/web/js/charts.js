@@ -152,7 +152,7 @@ export class TimeChart {
     const parts = this.series.flatMap((s, i) => {
       const value = this.data[i + 1][idx];
       if (this.hidden.has(s.key) || value === null || value === undefined) return [];
-      return [el("span", { class: `ink-${s.colour}`, text: compact(value) })];
+      return [el("span", { class: `ink-${s.colour}` }, el("b", { text: s.label }), ` ${compact(value)}`)];
     });
     this.readout.replaceChildren(`${this.data[0][idx]} ${this.xLabel}: `, ...parts);
   }

@@ -19,7 +19,7 @@ const LINES = {
   kv_target: { label: "KV target", colour: "search" },
   constant: { colour: "static", dash: [3, 3] },
   budget: { colour: "climb" },
-  planner: { called: "the capacity planner", colour: "planner", dash: [8, 3] },
+  planner: { called: "the capacity planner", colour: "planner", dash: [2, 3] },
 };
 
 /** The run of a link that the visitor followed. */
