@@ -51,13 +51,16 @@ async function open(name, params) {
 function followAddress() {
   const { tab, params } = address.read();
   if (tab in LOADERS) return open(tab, params);
+  if (tab) params.set("lost", tab);
   // A server with another environment at its root shows that tab first.
   return open(site.env in LOADERS ? site.env : "race", params);
 }
 
 function chooseTab(tab) {
   tab.focus();
+  const before = location.hash;
   location.hash = nameOf(tab);
+  if (location.hash === before && !opened.has(nameOf(tab))) followAddress(); // it could not be loaded before
 }
 
 for (const [index, tab] of tabs.entries()) {

@@ -28,6 +28,7 @@ const RETRY_MS = 1000;
 const LEAST = 0.0005; // in score: less is shown as 0
 const GAIN = 0.005; // in score: advice that gains less is not given
 const HINT_GAIN = 0.001; // the same for hints during the race, of which a few add up
+const NEAR_LIMIT = 0.98; // of the memory limit: above it, there is a tip about memory
 const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
 const HELD_S = 20; // actions that stay so long are sent once: a request more takes less time than to send them every second
@@ -133,7 +134,7 @@ class Race {
     const asked = params.get("task") ?? String(this.task?.id ?? this.first.id);
     const seed = params.get("seed") ?? this.seedInput.value;
     const shared = params.has("you") ? address.unpackActions(params.get("you")) : null;
-    const same = this.task && String(this.task.id) === asked && seed === this.seedInput.value && !params.has("you");
+    const same = this.task && !params.has("lost") && String(this.task.id) === asked && seed === this.seedInput.value && !params.has("you");
     if (same) return;
     if (this.tasks.some((task) => String(task.id) === asked)) this.taskSelect.value = asked;
     this.seedInput.value = isSeed(seed) ? seed : String(today());
@@ -141,6 +142,7 @@ class Race {
     const wrong = [
       [this.taskSelect.value !== asked, `There is no task ${asked.slice(0, 60)} here`, "choose one of the list"],
       [!isSeed(seed), `The link's seed, ${seed.slice(0, 60)}, is not a whole number from 0 to ${MAX_SEED}: this is today's`, "ask for the link again, or enter the seed"],
+      [params.has("lost"), "The link names no part of this page", "ask for the link again, or choose a tab"],
       [params.has("you") && !shared, "The link does not contain a valid run", "start the race to play this episode yourself"],
       [params.has("beat") && !params.has("you"), "The link names a score but no run that has it, so the score to beat is another one", "ask for the link again, or start the race"],
     ].find(([is]) => is);
@@ -305,8 +307,8 @@ class Race {
     const { floods: known } = this.task;
     const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : this.task.max_replicas ? `${MOVE_REPLICAS} Late requests can cost the whole score.` : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
     const replicas = this.task.n_replicas, untouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
-    const scores = !untouched ? `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.` : `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}. If you touch nothing, you score this on ${traffic}.`;
-    this.introduction = `${scores} ${kind}${bands}`;
+    const scores = untouched ? `If you touch nothing, you score this on ${traffic}.` : `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.`;
+    this.introduction = `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}. ${scores} ${kind}${bands}`;
     const row = (player) => {
       const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
       return { bar, value, nodes: [el("span", { class: `chip ink-${player.colour}`, text: player.label }), bar, value] };
@@ -329,7 +331,13 @@ class Race {
   sharedStrip() {
     const strip = new Strip(`${SHARED.label}'s sliders`, SHARED.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas);
     strip.set(columnsOf(Array.from({ length: this.length }, (_, i) => this.shared[i] ?? this.shared.at(-1))), this.length);
+    strip.node.append(el("small", { text: `From the top: ${this.laneNames()}.` }));
     return strip.node;
+  }
+
+  /** The sliders of the lanes in a strip. */
+  laneNames() {
+    return this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
   }
 
   buildBoard() {
@@ -353,8 +361,7 @@ class Race {
     this.who.hidden = false;
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.filter(({ title }) => title).flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...players.map((player) => this.legendEntry(player)), floods(this.phases).length ? el("span", { class: "chip flood", text: "flood" }) : null);
-    const lanes = this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
-    this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}.`;
+    this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${this.laneNames()}.`;
     this.hide();
     this.board.classList.remove("stale");
     this.built = this.generation;
@@ -431,7 +438,7 @@ class Race {
     const parts = this.mine.parts?.[until - 1], before = this.mine.parts?.[until - 1 - TREND_S];
     const trend = (name) => (!before || Math.abs(parts[name] - before[name]) < 0.005 ? "" : parts[name] > before[name] ? " ↑" : " ↓");
     // A server on the same machine is a little late too, so only a half counts as slow.
-    const slow = this.phase === "running" && this.speed <= FOLLOWED && this.pace < this.speed / 2 ? `Running at ${compact(this.pace, 2)}×: the connection allows no more. ` : "";
+    const slow = this.phase === "running" && this.speed <= FOLLOWED && this.pace < this.speed / 2 ? `Running at ${compact(this.pace, 2)}×: the server or the connection allows no more. ` : "";
     this.parts.textContent = parts ? `${slow}So far: ` + Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}${trend(name)}`).join(" · ") : this.scale;
     const [you, other] = scores, by = Math.abs(you - other);
     if (Number.isNaN(by)) this.lead.textContent = this.startsAs;
@@ -458,14 +465,35 @@ class Race {
       soon = on || next <= NOTICE_S;
       clock = on ? `Flood: ${known.lasts_s - into} s left. ` : played + next < this.length ? `Flood in ${next} s: ${this.flood()} the load. ` : "The last flood is over. ";
     }
-    this.knobs.point(this.hinted?.name);
-    const advice = this.hinted?.text ?? "";
+    const worst = this.overloads().at(-1), on = worst?.to === played, tip = this.hinted ?? (on && !this.lost && this.relief());
+    this.knobs.point(tip?.name);
+    const advice = on && this.lost ? "From here even the best policy ends at 0: press Start over." : tip?.text ?? this.memoryTip();
     if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
     else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
     else {
-      const worst = this.overloads().at(-1), on = worst?.to === played;
       fill(this.about, el("strong", { class: soon || on ? "soon" : "", text: `${clock}${on ? this.warning(worst) : ""}` }), advice);
     }
+  }
+
+  /** The move that relieves an overload of a fleet that scales, unless replicas are loading or there are no more. */
+  relief() {
+    const { max_replicas: most } = this.task, action = this.knobs.action(), { replicas, replicas_ready: ready } = this.mine.fleet;
+    if (!most || action.replicas > ready.at(-1) || replicas.at(-1) > ready.at(-1)) return undefined;
+    const planned = this.built === this.generation ? this.best.episode.action.replicas[this.mine.reward.length] ?? 0 : 0;
+    const [move] = hints(action, { ...action, replicas: Math.min(most, Math.max(action.replicas + 1, planned)) }, this.task);
+    return move && { ...move, text: this.withValue(move) };
+  }
+
+  /** What to do about memory at the limit, of which the score counts the peak; "" below it. */
+  memoryTip() {
+    const used = this.mine.metrics.gpu_memory_gb.at(-1), limit = this.memoryLimit;
+    if (!(used > NEAR_LIMIT * limit)) return "";
+    return `Memory is ${used > limit ? "over" : "close to"} the limit of ${limit} GB, and its peak counts: move KV cache down.`;
+  }
+
+  /** A move in words, with the value to reach. */
+  withValue({ name, value, text }) {
+    return text.replace(":", ` (${shown(name, value, this.tiers)}):`);
   }
 
   /** An overload that goes on, in words. */
@@ -495,7 +523,7 @@ class Race {
     const found = await this.bestNow(action, played, held).catch(() => undefined); // what cannot be checked is not advised
     this.seeking = false;
     if (generation !== this.generation || mine !== this.mine || asked !== JSON.stringify(this.knobs.action())) return;
-    const text = found?.text.replace(":", ` (${shown(found.name, found.value, this.tiers)}):`);
+    const text = found && this.withValue(found);
     if (text !== this.hinted?.text) this.hinted = found && { ...found, text, freshUntil: played.length + held };
   }
 
@@ -511,6 +539,7 @@ class Race {
     const until = this.task.max_replicas ? Math.round(this.length / HINTS) + 2 * held : Infinity, [stay, ...moved] = trials(action, moves);
     const run = (setting, from) => plan.map((planned, i) => (i >= until ? planned : i < from ? action : setting));
     const [least, ...scores] = await this.scoresOf([run(stay, 0), ...[0, held].flatMap((from) => moved.map((setting) => run(setting, from)))], before);
+    this.lost = this.task.max_replicas && Math.max(least, ...scores) < LEAST;
     return bestMove(moves, moves.map((_, i) => Math.min(scores[i], scores[moves.length + i])), least, HINT_GAIN);
   }
 
@@ -581,6 +610,7 @@ class Race {
       const begun = await post("reset", { task_id: this.task.id, seed: this.seed });
       if (generation !== this.generation) return;
       this.mine = newRun(begun);
+      this.lost = false;
       this.draw();
       announce(`The race has started. ${this.goal.textContent}.`);
       await this.run(generation);

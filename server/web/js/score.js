@@ -40,7 +40,7 @@ function weightsOf(breakdown, { weights }) {
 }
 
 /** Why a score is 0: its parts, weighed. */
-export const summed = (breakdown, grade) => `The score is 0 because its parts add up to no more: ${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part]).replace("-", "−")}`).join(", ")}.`;
+export const summed = (breakdown, grade) => `The score is 0 because its parts, weighed, add up to no more: ${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part])} (${percent(weight)} of ${compact(breakdown[part])})`.replaceAll("-", "−")).join(", ")}.`;
 
 /** The part on which a run lost most to a better one, as `part` and, in words, `text`; undefined if it lost on none. */
 export function mostLost(mine, theirs, task) {
