@@ -14,9 +14,10 @@ export class LogBox extends DropBox {
     super({
       label, hint, accept: ".csv,.json,.jsonl,.gz,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
       placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
-      onText: (text, name) => { if (name) this.name = name; }, onProblem,
+      onText: (text, name) => { if (name) this.name = this.called = name; }, onProblem,
     });
     this.name = "log.csv";
+    this.called = "Your text"; // until a file is taken
     this.columns = el("input", { type: "text", maxlength: "1000", placeholder: "arrival=ts:ms" });
     this.filter = el("input", { type: "text", maxlength: "1000", placeholder: "model=llama" });
     /** Fields that say how the log is read. */
@@ -52,9 +53,9 @@ export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => t
 const FORM_NOT_FILE = / from second |Columns of the log|Only rows with|: no column '|: holds no requests with /;
 
 /** An alert with an error of a form, or of the API in the form's words; `box` has the log that it is about. */
-function refusal({ message, code = "", next }, box) {
+function refusal({ message, code = "", next = "" }, box) {
   const told = inTheForm(message);
-  return problem({ message: told.replaceAll(box.body.name, box.name).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || FORM_NOT_FILE.test(told) ? "change it in the form" : next });
+  return problem({ message: told.replaceAll(box.body.name, box.called).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || FORM_NOT_FILE.test(told) ? "change it in the form" : box.called === box.name ? next : next.replace("the file", "the text") });
 }
 
 /** A form's alert, to stand under its button: `show` puts an error there, in view, and marks the field at fault. */

@@ -89,7 +89,7 @@ class Rollouts {
     this.knob = el("div", { class: "knob" },
       el("div", { class: "knob-head" }, el("label", { for: "max-sessions", text: "Sessions in flight, at most" }), this.output),
       this.slider,
-      el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache: keep the share of the pool below 100 %." }));
+      el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache: keep the share of the pool below 100 %. Conversations grow with every turn: fewer fit later than at the start." }));
     [this.story, this.readings] = [el("p", { class: "story" }), el("dl", { class: "readings" })];
     [this.trouble, this.scores] = [el("div"), el("div")];
     this.who = el("details", { hidden: true }); // until the players are there
@@ -124,7 +124,8 @@ class Rollouts {
     this.claimed = /^[01]\.\d{1,3}$/.test(params.get("beat") ?? "") ? params.get("beat") : undefined;
     const shared = you === null ? null : unpackCaps(you);
     const chosen = this.choose(shared); // not awaited: the tab is there at once, and its policies take some seconds to play
-    if (seed !== null && !isSeed(seed)) fill(this.trouble, problem({ message: `The link's seed, ${seed.slice(0, 60)}, is not a whole number from 0 to ${MAX_SEED}: this is another one`, next: "ask for the link again, or enter the seed" }));
+    if (task && task !== this.task.task_id) fill(this.trouble, problem({ message: `There is no task ${task.slice(0, 60)} here`, next: "choose one of the list" }));
+    else if (seed !== null && !isSeed(seed)) fill(this.trouble, problem({ message: `The link's seed, ${seed.slice(0, 60)}, is not a whole number from 0 to ${MAX_SEED}: this is another one`, next: "ask for the link again, or enter the seed" }));
     else if (you !== null && !shared) chosen.then(() => fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "press Start to play these sessions yourself" })));
   }
 

@@ -36,7 +36,7 @@ class Trace {
       hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. The server does not keep it.",
     });
     this.alert = new Alert(this.box);
-    this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
+    this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.name}`])], "", () => this.offer());
     this.model = select(info.models.map((name) => [name, name]), Object.values(info.hardware)[0].model, () => this.offerTables());
     this.hardware = select([], "", () => this.offerTiers());
     this.slo = el("input", { type: "number", min: "1", max: "600000", step: "1", placeholder: "500" });

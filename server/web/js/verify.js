@@ -31,7 +31,7 @@ class Verify {
       hint: "An array of steps, or an object with task_id, seed, config and episode_log, as downloaded from the race.",
       onText: (text) => this.read(text), onProblem: (error) => this.tell(problem(error)),
     });
-    const tasks = [...serving.map((task) => [task.id, `${task.id}: ${task.name}`]), ...traffic.map((task) => [task.id, task.id])];
+    const tasks = [["Race", serving.map(({ id, name }) => [id, name])], ["Traffic controller", traffic.map(({ id, difficulty }) => [id, difficulty.replace(/^./, (letter) => letter.toUpperCase())])]];
     this.task = select(tasks, serving[0].id);
     this.seed = el("input", { type: "number", min: "0", step: "1", value: "42" });
     this.button = el("button", { type: "button", class: "main", text: "Replay and grade", on: { click: () => this.verify() } });
@@ -99,6 +99,10 @@ class Verify {
     const log = this.read(this.box.area.value);
     if (!log) {
       this.tell(problem({ message: "This is not an episode log", next: "paste the JSON of a log, or load one of the examples" }));
+      return;
+    }
+    if (!log.length) {
+      this.tell(problem({ message: "This log has no steps", next: "paste the log of an episode, or load one of the examples" }));
       return;
     }
     if (this.unknown !== undefined) {
