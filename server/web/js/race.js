@@ -488,7 +488,7 @@ class Race {
   memoryTip() {
     const used = this.mine.metrics.gpu_memory_gb.at(-1), limit = this.memoryLimit;
     if (!(used > NEAR_LIMIT * limit)) return "";
-    return `Memory is ${used > limit ? "over" : "close to"} the limit of ${limit} GB, and its peak counts: move KV cache down.`;
+    return `Memory is ${used > limit ? "over" : "close to"} the limit of ${limit} GB, and its peak counts: move KV cache down before it rises further.`;
   }
 
   /** A move in words, with the value to reach. */
