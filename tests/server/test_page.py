@@ -1203,7 +1203,8 @@ def test_a_mistake_in_the_plan_is_told_in_the_words_of_the_form(
         (
             "Only rows with",
             "prompt_tokens=7",
-            "Your text: holds no requests with prompt_tokens=7; values there: 10: 2. What to do: change it in the form.",
+            "Your text: holds no requests with prompt_tokens=7; values there: 10: 2. "
+            "What to do: change it in the form.",
         ),
         (
             "Columns of the log",
