@@ -170,9 +170,8 @@ def report(results: dict[str, Any]) -> str:
         "<!-- details -->",
         "",
         "All agents, with 95% intervals over the held-out seeds. Each PPO row is one training run, the one that the",
-        "validation seeds chose. Those from scratch on tasks 1 to 3 are the shipped policies; on `autoscale` and",
-        "`autoscale-mix` they are second runs, and the shipped policies are in `docs/autoscaling.md`; for `fleet-mix`",
-        "and `autoscale-azure` none is shipped.",
+        "validation seeds chose. Those from scratch on tasks 1 to 3 are the shipped policies; on tasks that scale they",
+        "are second runs, and the shipped policies are in `docs/autoscaling.md`.",
         "",
     ]
     agents = []
