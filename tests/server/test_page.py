@@ -1025,7 +1025,8 @@ def test_a_log_that_cannot_be_read_is_refused_with_line_and_column(visit: Visit)
     page = visitor.open("trace")
     page.locator("#panel-trace textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\nsoon,10,10\n")
     page.get_by_role("button", name="Compare policies").click()
-    expect(page.get_by_role("alert")).to_contain_text("Your text, line 3: arrival_s='soon' is not a number", timeout=PATIENCE_MS)
+    said = "Your text, line 3: arrival_s='soon' is not a number"
+    expect(page.get_by_role("alert")).to_contain_text(said, timeout=PATIENCE_MS)
 
 
 def test_a_log_is_played_on_the_chosen_hardware_with_all_five_knobs_of_ones_own(visit: Visit) -> None:
