@@ -81,7 +81,7 @@ class PlanTab {
 
   /** The request that the form makes. Throws an error in the words of the form. */
   request() {
-    if (!this.box.body.log.trim()) throw { field: this.box.area, message: "There is no log yet", next: "drop a file, paste text, or load the example" };
+    this.box.requireLog();
     const wrong = wrongNumber(this.node);
     if (wrong) throw wrong;
     const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot], ["e2e_p99", this.e2e]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);

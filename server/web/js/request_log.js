@@ -33,6 +33,11 @@ export class LogBox extends DropBox {
     }
   }
 
+  /** Throws an error in the words of the form if there is no log. */
+  requireLog() {
+    if (!this.area.value.trim()) throw { field: this.area, message: "There is no log yet", next: "drop a file, paste text, or load the example" };
+  }
+
   /** The log as requests have it: its text, a name whose ending tells CSV from JSON, and how to read it. */
   get body() {
     const given = ({ value }) => value.trim() || undefined;
@@ -41,7 +46,7 @@ export class LogBox extends DropBox {
 }
 
 const IN_THE_FORM = [
-  ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["--replicas-min 2", "Replicas, at least: 2"], ["Without --drafts they are left out", "With none they are left out"],
+  ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["--replicas-min 2", "Replicas, at least: 2"], ["Leave out --drafts to exclude them", "Draft tokens: none excludes them"],
   ["the unit: columns ", "the unit under Columns of the log: "], [" or columns arrival=", " or arrival="], ["with filter ", "under Only rows with: "],
   ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];

@@ -101,7 +101,7 @@ class Trace {
 
   /** The request that the form makes. Throws an error in the words of the form. */
   request() {
-    if (!this.box.body.log.trim()) throw { field: this.box.area, message: "There is no log yet", next: "drop a file, paste text, or load the example" };
+    this.box.requireLog();
     const policies = [...this.policies.querySelectorAll("input:checked")].map((box) => box.value);
     if (!policies.length) throw { field: this.policies.querySelector("input"), message: "No policy is chosen", next: "choose at least one" };
     const wrong = wrongNumber(this.node);
