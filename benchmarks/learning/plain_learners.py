@@ -85,19 +85,35 @@ Keep = Callable[[dict[str, Any]], None]
 """What stores a run so far."""
 
 
-class Scores(BaseCallback):
-    """Scores the policy on the held-out seeds as it trains, and gives the run so far to ``keep``."""
+class Curve:
+    """Scores a policy on the held-out seeds as it trains, and gives the run so far to ``keep``."""
 
-    def __init__(self, env_id: str, every: int, keep: Keep, **settings: Any) -> None:
-        super().__init__()
-        self._env_id, self._every, self._keep, self._settings = env_id, every, keep, settings
-        self._curve: list[tuple[int, float]] = []
-
-    def _on_training_start(self) -> None:
+    def __init__(self, env_id: str, steps: int, keep: Keep, **settings: Any) -> None:
+        self._env_id, self._every, self._keep, self._settings = env_id, steps // N_SCORES, keep, settings
+        self._points: list[tuple[int, float]] = []
         self._started = time.perf_counter()
 
+    def is_due(self, steps: int) -> bool:
+        """Whether a score is due after so many steps."""
+        return steps >= self._every * (len(self._points) + 1)
+
+    def score(self, decide: Decide, steps: int) -> None:
+        """Score the policy after so many steps."""
+        scores = gym_scores(self._env_id, decide, **self._settings)
+        self._points.append((steps, float(scores.mean())))
+        print(f"{self._env_id}: {scores.mean():.3f} after {steps:,} steps", flush=True)
+        self._keep(run_of(steps, time.perf_counter() - self._started, scores, self._points))
+
+
+class Scores(BaseCallback):
+    """Scores the policy of Stable-Baselines3 as it trains."""
+
+    def __init__(self, curve: Curve) -> None:
+        super().__init__()
+        self._curve = curve
+
     def _on_step(self) -> bool:
-        if self.num_timesteps >= self._every * (len(self._curve) + 1):
+        if self._curve.is_due(self.num_timesteps):
             self._score()
         return True
 
@@ -114,11 +130,7 @@ class Scores(BaseCallback):
             first[:] = False
             return np.asarray(actions)
 
-        scores = gym_scores(self._env_id, decide, **self._settings)
-        self._curve.append((self.num_timesteps, float(scores.mean())))
-        print(f"{self._env_id}: {scores.mean():.3f} after {self.num_timesteps:,} steps", flush=True)
-        wall_s = time.perf_counter() - self._started
-        self._keep(run_of(self.num_timesteps, wall_s, scores, self._curve))
+        self._curve.score(decide, self.num_timesteps)
 
 
 def run_of(steps: int, wall_s: float, scores: FloatArray, curve: list[tuple[int, float]]) -> dict[str, Any]:
@@ -138,12 +150,12 @@ def train(learner: Learner, env_id: str, n_envs: int, seed: int, steps: int, kee
     module, _, name = learner.made_by.rpartition(".")
     device = {} if module == "sbx" else {"device": "cpu"}
     model = getattr(importlib.import_module(module), name)(learner.policy, SB3VecEnv(envs), seed=seed, **device)
-    model.learn(steps, callback=Scores(env_id, steps // N_SCORES, keep, **settings))
+    model.learn(steps, callback=Scores(Curve(env_id, steps, keep, **settings)))
 
 
 def train_rllib(env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **settings: Any) -> None:
     """Train RLlib's PPO once, in this process; ``keep`` gets the run about :data:`N_SCORES` times and at the end."""
-    started = time.perf_counter()
+    curve = Curve(env_id, steps, keep, **settings)
     task_id = gymnasium.spec(env_id).kwargs["task_id"]
     algorithm = rllib_config(task_id, n_envs=n_envs, seed=seed, **settings).build_algo()
     policy = algorithm.get_module()
@@ -154,14 +166,11 @@ def train_rllib(env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **s
             likeliest = policy.get_inference_action_dist_cls().from_logits(logits).to_deterministic()
             return np.asarray(likeliest.sample())
 
-    done, curve = 0, []
+    done = 0
     while done < steps:
         done = int(algorithm.train()["num_env_steps_sampled_lifetime"])
-        if done >= min(steps, steps // N_SCORES * (len(curve) + 1)):
-            scores = gym_scores(env_id, decide, **settings)
-            curve.append((done, float(scores.mean())))
-            print(f"{env_id}: {scores.mean():.3f} after {done:,} steps", flush=True)
-            keep(run_of(done, time.perf_counter() - started, scores, curve))
+        if done >= steps or curve.is_due(done):
+            curve.score(decide, done)
     algorithm.stop()
 
 
