@@ -188,9 +188,14 @@ def bracketed(value: Mapping[str, float], sign: str = "") -> str:
     return f"{value['mean']:{sign}.3f} [{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
 
 
+def of_scores(value: Mapping[str, float]) -> dict[str, float]:
+    """A stored mean of scores with its interval cut at 0 and 1: no score is below or above."""
+    return Interval(value["mean"], value["ci95_low"], value["ci95_high"]).within(0.0, 1.0).to_dict()
+
+
 def bracketed_score(value: Mapping[str, float]) -> str:
-    """:func:`bracketed` of a score, cut at 0 and 1: no score is below or above."""
-    return bracketed(Interval(value["mean"], value["ci95_low"], value["ci95_high"]).within(0.0, 1.0).to_dict())
+    """:func:`bracketed` of a mean of scores."""
+    return bracketed(of_scores(value))
 
 
 def spearman(a: FloatArray, b: FloatArray) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from agents.evaluate import Interval
+from agents.evaluate import of_scores
 from inferencegym.files import write_text
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -44,7 +44,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 def spread(value: Mapping[str, float], sign: str = "") -> str:
     """A mean and the ends of its 95% interval; that of a score, which has no sign, is cut at 0 and 1."""
     if not sign:
-        value = Interval(value["mean"], value["ci95_low"], value["ci95_high"]).within(0.0, 1.0).to_dict()
+        value = of_scores(value)
     return f"{value['mean']:{sign}.3f} ({value['ci95_low']:{sign}.3f} to {value['ci95_high']:{sign}.3f})"
 
 

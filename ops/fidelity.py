@@ -11,6 +11,7 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final
@@ -123,6 +124,7 @@ def errors(simulators: Mapping[str, Figures], by: Sequence[str], common: bool = 
     return found
 
 
+@cache
 def model_ratios(model: str, card: str, band: str) -> dict[str, tuple[float, int]]:
     """Median of measured / simulated latency over the runs of this model on this card, and how many figures it is of.
 
