@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cli import seed_count
 
@@ -183,24 +183,44 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _print_json(standings: dict[tuple[str, str], list[Standing]], refused: list[dict[str, str]]) -> None:
-    from dataclasses import asdict
-
     tasks = [
-        {"family": family, "task": task, "standings": [asdict(one) for one in found]}
+        {"family": family, "task": task, "standings": [_standing(one, found[0]) for one in found]}
         for (family, task), found in standings.items()
     ]
     print(json.dumps({"tasks": tasks, "refused": refused}, indent=2))
 
 
 def _print_text(standings: dict[tuple[str, str], list[Standing]], refused: list[dict[str, str]], n_seeds: int) -> None:
+    from agents.evaluate import bracketed, bracketed_score
+
     for (family, task), found in standings.items():
-        print(f"{family}, task {task}: mean score over {n_seeds} held-out seeds (standard deviation)")
+        print(f"{family}, task {task}: mean score over {n_seeds} held-out seeds; difference from the first, by seed")
         for one in found:
+            row = _standing(one, found[0])
             place = "  -" if one.rank is None else f"{one.rank:3d}"
+            score = bracketed_score(row["score"]) if row["score"] else f"{one.mean:.3f}"
             missing = f", {one.missing} seeds missing" if one.missing else ""
-            print(f"{place}  {one.mean:.4f} ({one.sd:.4f})  {one.agent}{missing}")
+            behind = ""
+            if row["difference"]:
+                tie = ", a tie" if row["difference"]["ci95_high"] >= 0 else ""
+                behind = f": {bracketed(row['difference'], '+')}{tie}"
+            print(f"{place}  {score}  {one.agent}{behind}{missing}")
     for line in refused:
         print(f"REFUSED {line['line']} ({line['agent']}): {line['reason']}")
+
+
+def _standing(one: Standing, first: Standing) -> dict[str, Any]:
+    """A standing with 95% intervals of its score and of the difference from the first; None where one cannot be had."""
+    from dataclasses import asdict
+
+    import numpy as np
+
+    from agents.evaluate import interval, paired
+
+    own, best = np.array(one.scores), np.array(first.scores)
+    score = interval(own).to_dict() if len(own) > 1 else None
+    difference = None if one is first or one.missing or len(own) < 2 else paired(own, best).to_dict()
+    return {**asdict(one), "score": score, "difference": difference}
 
 
 # ---------------------------------------------------------------- both

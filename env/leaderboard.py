@@ -163,7 +163,7 @@ def replay_submission(submission: Submission, simulator: Simulator, family: Fami
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One agent on one task: mean and standard deviation of its scores over the seeds that count.
+    """One agent on one task: its ``scores`` on the seeds that count, in their order, and their mean.
 
     ``rank`` is None for an agent that lacks ``missing`` of the seeds.
     """
@@ -171,8 +171,7 @@ class Standing:
     rank: int | None
     agent: str
     mean: float
-    sd: float
-    n_seeds: int
+    scores: tuple[float, ...]
     missing: int
 
 
@@ -193,8 +192,8 @@ def rank(submissions: Iterable[Submission], seeds: Sequence[int]) -> list[Standi
     for place, (mean, agent, by_seed, missing) in enumerate(rows, 1):
         tied = standings and standings[-1].mean == mean
         position = None if missing else (standings[-1].rank if tied else place)
-        sd = statistics.stdev(by_seed.values()) if len(by_seed) > 1 else 0.0
-        standings.append(Standing(position, agent, mean, sd, len(by_seed), missing))
+        ordered = tuple(by_seed[seed] for seed in seeds if seed in by_seed)
+        standings.append(Standing(position, agent, mean, ordered, missing))
     return standings
 
 

@@ -38,7 +38,7 @@ def test_agents_are_ranked_by_their_mean_over_the_seeds_that_count() -> None:
         (2, "steady", 0.5, 0),
         (None, "half", 1.0, 1),
     ]
-    assert standings[0].sd == pytest.approx(0.3 * 2**0.5)
+    assert [s.scores for s in standings] == [(0.9, 0.3), (0.5, 0.5), (1.0,)]
 
 
 def test_equal_means_share_a_rank_whatever_their_order_in_the_file() -> None:
@@ -96,9 +96,14 @@ def test_an_honest_board_is_ranked(
     status, report = checked(path, capsys)
     assert (status, report["refused"]) == (0, [])
     [task] = report["tasks"]
-    assert [(s["rank"], s["agent"], s["n_seeds"]) for s in task["standings"]] == [(1, "heuristic", 2), (2, "naive", 2)]
-    own = [line["score"] for line in made if line["agent"] == "heuristic"]
-    assert task["standings"][0]["mean"] == pytest.approx(sum(own) / 2)
+    assert [(s["rank"], s["agent"], len(s["scores"])) for s in task["standings"]] == [
+        (1, "heuristic", 2),
+        (2, "naive", 2),
+    ]
+    own, other = ([line["score"] for line in made if line["agent"] == agent] for agent in ("heuristic", "naive"))
+    assert task["standings"][0]["mean"] == task["standings"][0]["score"]["mean"] == pytest.approx(sum(own) / 2)
+    assert task["standings"][0]["difference"] is None
+    assert task["standings"][1]["difference"]["mean"] == pytest.approx((sum(other) - sum(own)) / 2)
     assert main(["leaderboard", "check", path, "--seeds", "3"]) == 0
     assert "1 seeds missing" in capsys.readouterr().out
 
@@ -210,7 +215,7 @@ def test_the_longest_name_of_an_agent_is_a_name_and_a_longer_one_is_none() -> No
 
 def test_a_single_score_has_no_spread() -> None:
     [standing] = rank([submission("once", 1, 0.5)], [1])
-    assert (standing.mean, standing.sd, standing.n_seeds) == (0.5, 0.0, 1)
+    assert (standing.mean, standing.scores) == (0.5, (0.5,))
 
 
 def test_a_line_of_old_that_names_no_constants_counts_while_its_score_is_replayed(
