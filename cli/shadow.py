@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.import_trace import add_log_arguments, log_lines, print_log, read_log
-from cli.tables import add_drafts_argument, add_table_arguments, chosen_tables
+from cli.tables import add_drafts_argument, add_kv_cache_argument, add_table_arguments, chosen_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_table_arguments(parser)
     add_drafts_argument(parser)
+    add_kv_cache_argument(parser)
     parser.add_argument("--html", type=Path, help="write a report with figures (extra: report)")
     parser.add_argument(
         "--export", choices=("vllm", "sglang", "helm"), help="write the settings as a configuration file of this engine"
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.html)
     if export_file:
         require_writable(export_file)
-    tables = chosen_tables(args)
+    tables = chosen_tables(args, args.kv_cache_dtype)
     agents = agent_names(",".join(args.agent or ["heuristic"]))
     load_own_agents(agents)
     imported = read_log(args.trace, args)
@@ -90,15 +91,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**report.to_dict(), "read": imported.describe()}))
     else:
-        print_report(shadow_report(report, tables.tiers))
+        print_report(shadow_report(report, tables))
+    model = args.model or imported.model
     if args.html:
         figures = shadow_figures(report, tables.tiers)
-        files = {"Recommendation for vLLM": EXPORTS["vllm"](settings_of(report, tables))}
+        files = {"Recommendation for vLLM": EXPORTS["vllm"](settings_of(report, tables, model=model))}
         title, read = f"Shadow report: {args.trace.name}", log_lines(args.trace, imported)
-        written = write_page(args.html, title, read, shadow_report(report, tables.tiers), figures, files)
+        written = write_page(args.html, title, read, shadow_report(report, tables), figures, files)
         print(f"wrote {written}", flush=True)
     if args.export:
-        text = EXPORTS[args.export](settings_of(report, tables, args.export_policy), args.draft_model)
+        text = EXPORTS[args.export](settings_of(report, tables, args.export_policy, model), args.draft_model)
         write_export(export_file, text)
     return 0
 

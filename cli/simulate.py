@@ -215,12 +215,9 @@ def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
     from cli.figures import progress_line
     from inferencegym.models import ServeAction
     from ops.played import PlayedLoad
-    from simulator.hardware.sources import with_fp8_kv
     from simulator.whatif import steady_requests
 
-    tables = chosen_tables(args)
-    if args.kv_cache_dtype == "fp8":
-        tables = with_fp8_kv(tables)
+    tables = chosen_tables(args, args.kv_cache_dtype)
     for warning in tables.meta.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
     knobs = {

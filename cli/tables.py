@@ -36,12 +36,14 @@ def add_kv_cache_argument(parser: Any) -> None:
     )
 
 
-def chosen_tables(args: argparse.Namespace) -> ServingTables:
-    """The table that was chosen, or the default. Raises InvalidConfigError if several are."""
+def chosen_tables(args: argparse.Namespace, kv_cache_dtype: str = "auto") -> ServingTables:
+    """The table that was chosen, or the default, with this KV cache. Raises InvalidConfigError if several are."""
     from inferencegym.errors import InvalidConfigError
     from simulator.hardware.catalogue import table_named, table_path
+    from simulator.hardware.sources import with_fp8_kv
     from simulator.hardware.tables import load_tables
 
     if args.model and not args.hardware:
         raise InvalidConfigError("--model needs --hardware, which names the card: give both", "model")
-    return load_tables(table_path(table_named(args.hardware, args.model)) if args.hardware else args.table)
+    tables = load_tables(table_path(table_named(args.hardware, args.model)) if args.hardware else args.table)
+    return with_fp8_kv(tables) if kv_cache_dtype == "fp8" else tables

@@ -38,6 +38,7 @@ from inferencegym.models import SPEC_LENGTHS
 from ops.capacity import PolicyOutcome
 from ops.plan import Plan, PlanReport, action_of
 from ops.shadow import ShadowReport
+from simulator.hardware.catalogue import usual_name
 from simulator.hardware.engine_times import TIER
 from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables
@@ -105,8 +106,10 @@ class EngineSettings:
         return max((k for _, _, k, _ in self.drafts), default=0)
 
 
-def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None = None) -> EngineSettings:
-    """Settings of a policy of a report (default: the recommended one)."""
+def settings_of(
+    report: ShadowReport, tables: ServingTables, policy: str | None = None, model: str | None = None
+) -> EngineSettings:
+    """Settings of a policy of a report (default: the recommended one), for the model of this name."""
     outcome = next((o for o in report.outcomes if o.policy == policy), None) if policy else report.best()
     if outcome is None:
         raise InvalidConfigError(
@@ -117,45 +120,61 @@ def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None 
     most = int(max(_in_use(line["batch_size"])))
     mean_prompt = float(report.log["prompt_tokens_p50"])
     per_replica = line["running_requests"] / outcome.n_replicas
-    static_gb = outcome.peak_memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
-    card_gb = reported_gb(tables.meta)
-    return EngineSettings(
+    return _settings(
+        tables,
+        outcome.peak_memory_gb,
+        model,
         comments=_comments(report, outcome, line),
         max_num_seqs=most,
-        memory_share=min(MOST_MEMORY, outcome.peak_memory_gb / card_gb),
-        static_share=min(MOST_MEMORY, static_gb / card_gb),
         tier=tables.tiers[tier],
         drafts=draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most)
         if outcome.action is None
         else constant_drafts(int(outcome.action["spec_length"]), most),
         prefill_replicas=outcome.n_replicas if _most_used(line["prefill_disagg"]) else 0,
-        max_batched_tokens=int(tables.meta["max_batched_tokens"]),
-        tensor_parallel=tables.cards_per_replica,
         n_replicas=outcome.n_replicas,
+        kv_cache_fp8=tables.kv_cache_fp8,
     )
 
 
 def engine_files(plan: Plan, tables: ServingTables, report: PlanReport, model: str | None = None) -> dict[str, str]:
-    """Configuration files with the plan's settings, by engine; ``model`` is named there if it has an owner's name."""
+    """Configuration files with the plan's settings, by engine, for the model of this name."""
     action = action_of(plan)
-    card_gb, tier = reported_gb(tables.meta), action.quant_tier.value
-    static_gb = plan.memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
-    settings = EngineSettings(
+    settings = _settings(
+        tables,
+        plan.memory_gb,
+        model,
         comments=(
             f"Plan: {plan.n_gpus} x {plan.hardware}, replicas: {plan.n_replicas}; {', '.join(report.objectives)}.",
         ),
         max_num_seqs=action.batch_size,
-        memory_share=min(MOST_MEMORY, plan.memory_gb / card_gb),
-        static_share=min(MOST_MEMORY, static_gb / card_gb),
-        tier=tables.tiers[tier],
+        tier=plan.precision,
         drafts=constant_drafts(action.spec_length, action.batch_size),
         prefill_replicas=plan.prefill_replicas,
-        max_batched_tokens=int(tables.meta["max_batched_tokens"]),
-        tensor_parallel=plan.tensor_parallel,
         n_replicas=plan.n_replicas,
         kv_cache_fp8=plan.kv_cache_fp8,
-        model=model if model and "/" in model else MODEL,
     )
+    return written(settings)
+
+
+def _settings(tables: ServingTables, memory_gb: float, model: str | None, **given: Any) -> EngineSettings:
+    """Settings ``given``, with those that follow from the table and from the memory in use.
+
+    ``model`` is named if it is the table's and has an owner.
+    """
+    card_gb, static_gb = reported_gb(tables.meta), memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
+    named = model is not None and "/" in model and usual_name(model) == usual_name(str(tables.meta["model"]))
+    return EngineSettings(
+        memory_share=min(MOST_MEMORY, memory_gb / card_gb),
+        static_share=min(MOST_MEMORY, static_gb / card_gb),
+        max_batched_tokens=int(tables.meta["max_batched_tokens"]),
+        tensor_parallel=tables.cards_per_replica,
+        model=model if named else MODEL,
+        **given,
+    )
+
+
+def written(settings: EngineSettings) -> dict[str, str]:
+    """Configuration files by engine."""
     return {name: write(settings) for name, write in EXPORTS.items()}
 
 

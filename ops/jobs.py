@@ -18,16 +18,17 @@ from typing import Any, Final
 
 from inferencegym.errors import InferenceGymError
 from inferencegym.tasks import get_task
-from ops.export import EXPORTS, engine_files, settings_of
+from ops.export import engine_files, settings_of, written
 from ops.log.names import file_name
 from ops.log.reader import Imported, import_log
 from ops.objectives import parse_objective
 from ops.plan import make_plan, registered_tables
 from ops.prices import read_prices
-from ops.report import growth_lines, notes, refused_lines
+from ops.report import growth_lines, notes, refused_lines, table_notes
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
 from ops.worker import confine, request_parts, serve
+from simulator.hardware.sources import with_fp8_kv
 from simulator.hardware.tables import tables_of
 
 Request = Mapping[str, Any]
@@ -40,6 +41,8 @@ def shadow_job(request: Request) -> dict[str, Any]:
     imported = log_of(request)
     task = None if request.get("task_id") is None else get_task(request["task_id"])
     tables = tables_of(request.get("hardware") or (None if task is None else task.hardware))
+    if request.get("kv_cache_dtype") == "fp8":
+        tables = with_fp8_kv(tables)
     report = shadow(
         imported.log,
         request["policies"],
@@ -51,11 +54,12 @@ def shadow_job(request: Request) -> dict[str, Any]:
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
         drafts=request.get("drafts", False),
     )
-    settings = {outcome.policy: settings_of(report, tables, outcome.policy) for outcome in report.outcomes}
-    export = {policy: {name: write(s) for name, write in EXPORTS.items()} for policy, s in settings.items()}
+    names = [outcome.policy for outcome in report.outcomes]
+    export = {name: written(settings_of(report, tables, name, imported.model)) for name in names}
     told = [
         *filter(None, [report.refused, report.short]),
         scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES),
+        *table_notes(tables),
     ]
     return {
         **report.to_dict(),
@@ -82,12 +86,12 @@ def plan_job(request: Request) -> dict[str, Any]:
         replicas_min=request.get("replicas_min", 1),
         router=request.get("router", "shared"),
     )
-    first = report.plans[0] if report.plans else None
+    first, model = report.plans[0] if report.plans else None, request.get("model") or imported.model
     return {
         **report.to_dict(),
         "read": imported.describe(),
         "notes": [*refused_lines(report), *growth_lines(report), *notes(report)],
-        "export": {} if first is None else engine_files(first, tables[first.hardware], report, request.get("model")),
+        "export": {} if first is None else engine_files(first, tables[first.hardware], report, model),
     }
 
 

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 
     from ops.plan import Plan, PlanReport
     from ops.shadow import ShadowReport
+    from simulator.hardware.tables import ServingTables
 
 TEMPLATE: Final = Path(__file__).with_name("data") / "report.html"
 COLOURS: Final = ("#5b6472", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Colours that colour-blind readers can tell apart (Okabe and Ito)."""
 SERVER_BOUND: Final = 0.8
 """Share of its time above which a replica's API server is said to bound it."""
+FP8_KV_NOTE: Final = (
+    "The KV cache is in FP8: it holds twice as many tokens, and attention takes the times measured with such a cache, "
+    "unless a table's note says otherwise."
+)
 _INK: Final = "#1c2330"
 
 
@@ -207,12 +212,13 @@ def _margin(plan: Plan) -> str:
 
 def _plan_setting(plan: Plan, action: Mapping[str, Any]) -> str:
     apart = f", {plan.prefill_replicas} prefill : {plan.n_replicas} decode" if plan.prefill_replicas else ""
-    return _setting_text(action, plan.precision, "FP8 KV" if plan.kv_cache_fp8 else "KV") + apart
+    return _setting_text(action, plan.precision, plan.kv_cache_fp8) + apart
 
 
-def _setting_text(action: Mapping[str, Any], precision: str, cache: str = "KV") -> str:
+def _setting_text(action: Mapping[str, Any], precision: str, kv_cache_fp8: bool) -> str:
     """A constant setting in a few words, without the placement of prefill."""
     drafts = f", {action['spec_length']} drafts" if action["spec_length"] else ""
+    cache = "FP8 KV" if kv_cache_fp8 else "KV"
     return f"{precision}, batch {action['batch_size']}, {cache} {round(action['kv_budget'], 3):g}{drafts}"
 
 
@@ -239,10 +245,7 @@ def notes(report: PlanReport) -> list[str]:
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
     if any(plan.kv_cache_fp8 for plan in report.plans):
-        found.append(
-            "The KV cache is in FP8: it holds twice as many tokens, and attention takes the times measured with such a "
-            "cache, unless a table's note says otherwise."
-        )
+        found.append(FP8_KV_NOTE)
     if single := [plan.hardware for plan in report.plans if plan.n_replicas == 1]:
         found.append(
             f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts: plan with two "
@@ -433,11 +436,8 @@ def plan_figure(report: PlanReport) -> Figure:
 # ---------------------------------------------------------------- comparisons
 
 
-def shadow_report(report: ShadowReport, tiers: Sequence[str]) -> Report:
-    """Report of a comparison: the policies, the best constant under autoscalers, and the recommendation.
-
-    ``tiers`` names the precisions.
-    """
+def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
+    """Report of a comparison: the policies, the best constant under autoscalers, and the recommendation."""
     best = report.best()
     rows = [
         {
@@ -459,23 +459,30 @@ def shadow_report(report: ShadowReport, tiers: Sequence[str]) -> Report:
         for o in report.outcomes
     ]
     scaled = _scaling_rows(report.autoscaling)
-    tables: dict[str, Rows] = {"what each policy would have done": rows, "best_constant with an autoscaler": scaled}
+    shown: dict[str, Rows] = {"what each policy would have done": rows, "best_constant with an autoscaler": scaled}
     shares = ", ".join(f"{share:.0%} {level}" for level, share in best.support.items() if share > 0)
     lines = [
-        f"fixed: {_shadow_setting(report.fixed_action, tiers)}",
-        f"best_constant: {_shadow_setting(report.outcomes[1].action, tiers)}",
+        f"fixed: {_shadow_setting(report.fixed_action, tables)}",
+        f"best_constant: {_shadow_setting(report.outcomes[1].action, tables)}",
         f"* {verdict(report)}",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
         f"Simulated on {report.hardware}, table {report.table_sha256[:12]}. Support by measurements of the "
         f"seconds of {best.policy}: {shares}.",
+        *table_notes(tables),
     ]
     gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
-    return Report(gpus, tables, lines, [f"{text}." for text in (report.refused, report.short) if text])
+    return Report(gpus, shown, lines, [f"{text}." for text in (report.refused, report.short) if text])
 
 
-def _shadow_setting(action: Mapping[str, Any] | None, tiers: Sequence[str]) -> str:
+def table_notes(tables: ServingTables) -> list[str]:
+    """Notes on the table that a comparison was played on."""
+    warnings = [f"{warning}." for warning in tables.meta.get("warnings", ())]
+    return [*warnings, FP8_KV_NOTE] if tables.kv_cache_fp8 else warnings
+
+
+def _shadow_setting(action: Mapping[str, Any] | None, tables: ServingTables) -> str:
     assert action is not None  # both baselines are constants
-    text = _setting_text(action, tiers[action["quant_tier"]])
+    text = _setting_text(action, tables.tiers[action["quant_tier"]], tables.kv_cache_fp8)
     return f"{text}, separate prefill" if action["prefill_disagg"] else text
 
 

@@ -55,9 +55,6 @@ class PlanRequest(LogRequest):
         Annotated[list[Literal[*_PRECISIONS]], Field(min_length=1)] | None,  # type: ignore[valid-type]
         Field(description="precisions that may be used; by default all of a table"),
     ] = None
-    kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"] | None, Field(description="precision of the KV cache; by default that of the tables")
-    ] = None
     replicas_min: Annotated[
         Annotated[int, Field(ge=1, le=256), WHOLE] | None, Field(description="minimum number of replicas (default 1)")
     ] = None

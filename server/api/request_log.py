@@ -78,6 +78,9 @@ class LogRequest(Message):
     drafts: Annotated[
         bool | None, Field(description="whether settings may draft tokens, with a draft model (default false)")
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"] | None, Field(description="precision of the KV cache; by default that of the table")
+    ] = None
 
     def check(self) -> None:
         """Refuse at once what needs no job."""

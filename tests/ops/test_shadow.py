@@ -353,24 +353,24 @@ class Links(HTMLParser):
 def test_where_nothing_is_answered_a_report_states_no_latency_and_no_cost_per_token() -> None:
     log, tables = flood(20), load_tables()
     too_long = replace(log, prompt_tokens=np.full_like(log.prompt_tokens, 900_000.0))
-    rows = shadow_report(shadow(too_long, [], n_gpus=1), tables.tiers).tables["what each policy would have done"]
+    rows = shadow_report(shadow(too_long, [], n_gpus=1), tables).tables["what each policy would have done"]
     for name in ("TTFT p50", "p90", "p99 ms", "TPOT ms", "GPU-s/1k"):
         assert [row[name] for row in rows] == [None, None], name
-    answered = shadow_report(shadow(log, [], n_gpus=1), tables.tiers).tables["what each policy would have done"]
+    answered = shadow_report(shadow(log, [], n_gpus=1), tables).tables["what each policy would have done"]
     assert all(row["GPU-s/1k"] is not None for row in answered)
 
 
 def test_a_report_names_settings_in_words_and_the_table_by_its_hardware() -> None:
     fixed = {"batch_size": 64, "quant_tier": "INT8", "kv_budget": 0.912345, "spec_length": 2, "prefill_disagg": True}
     report = shadow(flood(20), [], fixed=fixed, n_gpus=2)
-    lines = shadow_report(report, load_tables().tiers).lines
+    lines = shadow_report(report, load_tables()).lines
     assert lines[0] == "fixed: INT8, batch 64, KV 0.912, 2 drafts, separate prefill"
     assert lines[-1].startswith("Simulated on a100-40gb, table ")
 
 
 def test_the_page_is_whole_by_itself(report: ShadowReport, tmp_path: Path) -> None:
     figures, files = shadow_figures(report, load_tables().tiers), {"vLLM": "a: 1 # <b>"}
-    told, read = shadow_report(report, load_tables().tiers), ["3 left out (<failed>)"]
+    told, read = shadow_report(report, load_tables()), ["3 left out (<failed>)"]
     path = write_page(tmp_path / "r.html", 'my <log> & "more"', read, told, figures, files)
     page = path.read_text()
     links = Links()
@@ -403,6 +403,26 @@ def test_the_command_writes_page_and_export_and_prints_the_table(
     assert "heuristic" in said
     assert 'constant:{"batch_size": 64, "quant_tier": 1}' in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "r.html", "shadow-vllm.yaml"]
+
+
+def test_an_fp8_kv_cache_and_the_logs_model_are_in_the_report_and_in_the_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, file = tmp_path / "log.csv", tmp_path / "shadow.yaml"
+    options = ["--gpus", "1", "--kv-cache-dtype", "fp8", "--export", "vllm", "--export-file", str(file)]
+    for table, model, named in (
+        ("l40s-llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("a100-qwen3-8b", "meta-llama/Llama-3.1-8B-Instruct", "MODEL"),
+    ):
+        rows = "".join(f"{0.5 * i},200,50,{model}\n" for i in range(40))
+        log.write_text(f"arrival_s,prompt_tokens,output_tokens,model\n{rows}")
+        assert main(["shadow", "--trace", str(log), "--agent", "naive", "--hardware", table, *options]) == 0
+        said = capsys.readouterr().out
+        assert "fixed: BF16, batch 256, FP8 KV" in said
+        assert ("is computed with 16-bit timings" in said) == (table == "a100-qwen3-8b")
+        exported = file.read_text()
+        assert f"vllm serve {named} --config shadow.yaml" in exported
+        assert "\nkv-cache-dtype: fp8\n" in exported
 
 
 def test_a_wrong_baseline_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,13 @@ def test_fleet_objective_and_part_of_the_log_are_the_visitors_choice(server: Run
     assert (answer["n_gpus"], answer["slo_ms"], answer["log"]["requests"]) == (3, 123.0, 10)
 
 
+def test_the_visitor_may_choose_an_fp8_kv_cache(server: RunningServer) -> None:
+    body = {"log": FEW, "policies": ["naive"], "hardware": "l40s-llama-3.1-8b", "kv_cache_dtype": "fp8"}
+    answer = server.post("/shadow", body)
+    assert "kv-cache-dtype: fp8" in answer["export"]["fixed"]["vllm"]
+    assert any("The KV cache is in FP8" in note for note in answer["notes"])
+
+
 def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
     answer = server.post("/shadow", {"log": FEW, "task_id": 3, "policies": ["best_static", "best_adaptive"]})
     assert [outcome["policy"] for outcome in answer["outcomes"]] == [
