@@ -162,13 +162,14 @@ def _settings(tables: ServingTables, memory_gb: float, model: str | None, **give
     ``model`` is named if it is the table's and has an owner.
     """
     card_gb, static_gb = reported_gb(tables.meta), memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
-    named = model is not None and "/" in model and usual_name(model) == usual_name(str(tables.meta["model"]))
+    if model is None or "/" not in model or usual_name(model) != usual_name(str(tables.meta["model"])):
+        model = MODEL
     return EngineSettings(
         memory_share=min(MOST_MEMORY, memory_gb / card_gb),
         static_share=min(MOST_MEMORY, static_gb / card_gb),
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
         tensor_parallel=tables.cards_per_replica,
-        model=model if named else MODEL,
+        model=model,
         **given,
     )
 
