@@ -30,6 +30,7 @@ from simulator.hardware.catalogue import table_path
 from simulator.hardware.measured_model import MeasuredSource
 from simulator.hardware.profiles import EngineProfile
 from simulator.hardware.profiles import engine as engine_profile
+from simulator.hardware.sources import with_times_of
 from simulator.hardware.tables import AXES, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
 from simulator.load.requests import RequestLog
 from simulator.offline.table import BATCH_SIZES, KV_BUDGETS, PROMPT_TOKENS, SPEC_LENGTHS, table_metadata
@@ -107,17 +108,6 @@ def hardware_comparisons(systems: Sequence[System] = SYSTEMS_80GB, step_s: float
 def operator_tables(card: str, engine: str | EngineProfile) -> ServingTables:
     """A table in memory with only the operator columns, which is enough for the dynamics under any engine profile."""
     source, profile = MeasuredSource(card), engine_profile(engine)
-    shape = (len(source.tiers), len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
-    columns = {name: np.zeros(shape) for name in VALUE_COLUMNS}
-    for t, tier in enumerate(source.tiers):
-        model = source.operators(tier, profile)
-        for j, prompt in enumerate(PROMPT_TOKENS):
-            columns["prefill_ms"][t, :, :, :, j] = model.prefill_ms(prompt)
-            for i, n in enumerate(BATCH_SIZES):
-                columns["prefill_marginal_ms"][t, :, :, i, j] = model.prefill_marginal_ms(prompt, n, prompt)
-                columns["prefill_saturated_ms"][t, :, :, i, j] = model.prefill_saturated_ms(prompt, n, prompt)
-                for s, k in enumerate(SPEC_LENGTHS):
-                    columns["decode_ms"][t, s, :, i, j] = model.decode_ms(n, prompt, k)
     points: dict[str, Sequence[float]] = {
         "quant_tier": range(len(source.tiers)),
         "spec_length": SPEC_LENGTHS,
@@ -126,7 +116,9 @@ def operator_tables(card: str, engine: str | EngineProfile) -> ServingTables:
         "prompt_len_bucket": PROMPT_TOKENS,
     }
     axes = {name: np.array(points[name], dtype=np.float64) for name in AXES}
-    return ServingTables(f"{card}, {profile.name}", "", axes, columns, table_metadata(source, profile))
+    columns = {name: np.zeros([len(axes[axis]) for axis in AXES]) for name in VALUE_COLUMNS}
+    tables = ServingTables(f"{card}, {profile.name}", "", axes, columns, table_metadata(source, profile))
+    return with_times_of([source.operators(tier, profile) for tier in source.tiers], tables)
 
 
 @cache

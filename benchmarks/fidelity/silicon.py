@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
@@ -28,11 +27,9 @@ from inferencegym.tasks import table_index
 from simulator.events.fleet import Fleet
 from simulator.events.simulation import serve_closed
 from simulator.hardware.catalogue import table_path
-from simulator.hardware.memory import kv_capacity_tokens
-from simulator.hardware.sources import engine_of, source_of
+from simulator.hardware.sources import operators_of, with_fp8_kv
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
-from simulator.offline.table import build_table
 from simulator.whatif import serve_requests, ttft_statistics
 
 MODELS: Final = {
@@ -166,9 +163,8 @@ def kv_cache_dtypes(loops: Iterable[ClosedLoop]) -> dict[tuple[str, str, int], s
         groups.setdefault((loop.table, loop.engine, loop.tier), []).append(loop)
     found = {}
     for (table, engine, tier), own in groups.items():
-        meta = load_tables(table_path(table)).meta
-        named = list(table_index()[table]["tiers"])[tier]
-        room = kv_capacity_tokens(source_of(meta), named, KV_BUDGET, 0)
+        tables = _tables(table, "bf16")
+        named, room = tables.tiers[tier], tables.kv_pool_tokens(tier, KV_BUDGET, False)
         crowded = [loop for loop in own if loop.tokens_in_flight > room]
         misfit = {
             dtype: sum(math.log(_play(replace(loop, kv_cache_dtype=dtype))[0] / loop.ttft_ms) ** 2 for loop in crowded)
@@ -219,13 +215,9 @@ def referenced(loops: Iterable[ClosedLoop]) -> Iterator[tuple[ClosedLoop, float]
     dtypes = kv_cache_dtypes(loops)
     for stated in loops:
         loop = replace(stated, kv_cache_dtype=dtypes[stated.table, stated.engine, stated.tier])
-        meta = load_tables(table_path(loop.table)).meta
-        built_from = meta["aiconfigurator"]
-        other = {**built_from, "deployment": {**built_from["deployment"], "kv_cache_dtype": loop.kv_cache_dtype}}
-        source = source_of({**meta, "aiconfigurator": other})
-        tier = source.tiers[loop.tier]
-        pool_tokens = kv_capacity_tokens(source, tier, KV_BUDGET, 0)
-        fleet = Fleet(source.operators(tier, engine_of(meta)), loop.clients, pool_tokens)
+        tables = _tables(loop.table, loop.kv_cache_dtype)
+        pool_tokens = tables.kv_pool_tokens(loop.tier, KV_BUDGET, False)
+        fleet = Fleet(operators_of(tables)[loop.tier], loop.clients, pool_tokens)
         n = WAVES * loop.clients
         # Answers of one length would keep all clients in step for ever, which no real run is.
         spread = np.random.default_rng(0).uniform(1.0 - LENGTH_SPREAD, 1.0 + LENGTH_SPREAD, n)
@@ -237,13 +229,6 @@ def referenced(loops: Iterable[ClosedLoop]) -> Iterator[tuple[ClosedLoop, float]
 
 @cache
 def _tables(name: str, kv_cache_dtype: str) -> ServingTables:
-    """A shipped table, or a table of the same deployment with another KV cache precision."""
+    """A shipped table, with a KV cache of this precision."""
     shipped = load_tables(table_path(name))
-    if kv_cache_dtype == "bf16":
-        return shipped
-    built_from = shipped.meta["aiconfigurator"]
-    other = {**built_from, "deployment": {**built_from["deployment"], "kv_cache_dtype": kv_cache_dtype}}
-    source = source_of({**shipped.meta, "aiconfigurator": other})
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.parquet"
-        return load_tables(build_table(path, source, engine_of(shipped.meta), saturated=False))
+    return with_fp8_kv(shipped) if kv_cache_dtype == "fp8" else shipped

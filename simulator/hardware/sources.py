@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
@@ -85,14 +85,13 @@ def with_fp8_kv(tables: ServingTables) -> ServingTables:
     meta = {**meta, "kv_cache_dtype": "fp8", "kv_bytes_per_token": meta["kv_bytes_per_token"] / 2}
     narrow = replace(tables, columns=columns, meta=meta)
     if lists_fp8_kv(tables.sha256):
-        return _timed(narrow)
+        return with_times_of(operators_of(narrow), narrow)
     warning = "attention with an FP8 KV cache is computed with 16-bit timings: this table has no others"
     return replace(narrow, meta={**meta, "warnings": [*meta.get("warnings", ()), warning]})
 
 
-def _timed(tables: ServingTables) -> ServingTables:
-    """The table with the times of its operator models in place of its columns."""
-    models = operators_of(tables)
+def with_times_of(models: Sequence[OperatorModel], tables: ServingTables) -> ServingTables:
+    """The table with the times of these operator models, one a precision, in place of its own."""
     of_tier = [models[min(tier, len(models) - 1)] for tier in range(MAX_TIERS)]
     drafts, batches, prompts = (
         [int(point) for point in tables.axes[name]] for name in ("spec_length", "batch_size", "prompt_len_bucket")
