@@ -154,11 +154,7 @@ class InferenceEnv:
 
     def make_batch(self, task: TaskSpec, config: EpisodeConfig) -> ServingBatch:
         """The batch with one row that plays the episodes."""
-        return ServingBatch(task, 1, config, self._tables_of(task), self._calibration)
-
-    def _tables_of(self, task: TaskSpec) -> ServingTables:
-        """The table of the task's own hardware, else the one given to this environment."""
-        return tables_of(task.hardware) if task.hardware or self._tables is None else self._tables
+        return ServingBatch(task, 1, config, tables_of(task.hardware, self._tables), self._calibration)
 
     def step(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool, dict[str, Any]]:
         """Take one step; return observation, reward (the sum over its seconds), done and :meth:`info`.

@@ -19,7 +19,7 @@ from inferencegym.spaces.actions import action_size
 from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
 from inferencegym.tasks import Calibration, TaskId, get_task, task_of, with_settings
 from inferencegym.vector_env import ArrayVectorEnv, AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
-from simulator.hardware.tables import ServingTables
+from simulator.hardware.tables import ServingTables, tables_of
 
 
 class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
@@ -61,8 +61,7 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
         self.task = task_of(get_task(task_id), config)
         self._reward, kind = reward_format(reward)
         self.config = self.task.config(with_settings(config, reward=kind, hold=hold))
-        own = None if self.task.hardware else tables  # a task on its own hardware keeps it
-        self._made_of = (self.task, num_envs, self.config, own, calibration)
+        self._made_of = (self.task, num_envs, self.config, tables, calibration)
         self._n_threads = n_threads
         self._make_batch()
         self._actions = action_codec(action, self.task.fleet.max_replicas, self.batch.calibration.replica_knobs)
@@ -70,7 +69,9 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
         super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode, max_episode_steps)
 
     def _make_batch(self) -> None:
-        self.batch = ServingBatch(*self._made_of, n_threads=self._n_threads)
+        task, n_rows, config, tables, calibration = self._made_of
+        tables = tables_of(task.hardware, tables)
+        self.batch = ServingBatch(task, n_rows, config, tables, calibration, n_threads=self._n_threads)
         self._episodes = AutoresetBatch(self.batch)
         self._played = EpisodeRing(self.batch)
 

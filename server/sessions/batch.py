@@ -31,6 +31,7 @@ from server.net.cpu import Work
 from server.net.errors import RateLimitedError
 from server.sessions.session import Session, new_session_id
 from server.settings import Settings
+from simulator.hardware.tables import tables_of
 
 T = TypeVar("T")
 
@@ -178,7 +179,7 @@ class BatchSessions:
         # One after the other, so that each finds room for all sessions before it.
         async with self._opening:
             self._make_room(client, n_rows * config.episode_length)
-            make = partial(ServingBatch, task, n_rows, config, None if task.hardware else tables())
+            make = partial(ServingBatch, task, n_rows, config, tables_of(task.hardware, tables()))
             batch: ServingBatch = await self._on_thread(partial(work.timed, make))
             session = BatchSession(new_session_id(), batch, client)
             self._sessions[session.session_id] = session

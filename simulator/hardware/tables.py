@@ -222,9 +222,14 @@ def load_tables(path: str | Path | None = None) -> ServingTables:
     return _loaded[key]
 
 
-def tables_of(hardware: str | None = None) -> ServingTables:
-    """Table of this name in the catalogue; None gives the default table."""
-    return load_tables() if hardware is None else load_tables(table_path(hardware))
+def tables_of(hardware: str | None = None, chosen: ServingTables | None = None) -> ServingTables:
+    """Table of this name in the catalogue; None gives the ``chosen`` one, by default the default table.
+
+    A task on hardware of its own so keeps it, whatever table the caller chose.
+    """
+    if hardware is not None:
+        return load_tables(table_path(hardware))
+    return load_tables() if chosen is None else chosen
 
 
 _loaded: Final[dict[tuple[str, str], ServingTables]] = {}
