@@ -127,19 +127,17 @@ class EngineApi:
         """Answer to a GET request as a JSON object; raises :class:`RemoteError` if it is not one."""
         return _json_object(self._ask("GET", path))
 
-    def post_json(self, path: str, body: dict[str, Any], timeout_s: float = 10.0) -> Any:
+    def post_json(self, path: str, body: dict[str, Any]) -> Any:
         """Answer to a POST request as JSON; raises :class:`RemoteError` if it is not JSON."""
-        return _json(self._ask("POST", path, body, timeout_s))
+        return _json(self._ask("POST", path, body))
 
     def metrics(self) -> MetricsPage:
         """The engine's metrics page; raises :class:`RemoteError` if there is none."""
         return read_page(self.get_text("/metrics"))
 
-    def _ask(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 10.0
-    ) -> httpx.Response:
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
-            answer = httpx.request(method, self.url + path, json=body, timeout=timeout_s, verify=_tls())
+            answer = httpx.request(method, self.url + path, json=body, timeout=10.0, verify=_tls())
         except httpx.HTTPError as error:
             raise ServerUnavailableError(
                 f"no answer from {self.url}{path} ({error!r}): is the engine running, and is this its address?"

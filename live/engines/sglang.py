@@ -1,8 +1,8 @@
 """SGLang as an engine that can be set while it runs, through its own HTTP endpoints.
 
 ``POST /set_internal_state`` takes ``{"server_args": {...}}`` and answers ``{"updated": bool, "server_args": {...}}``
-per data-parallel rank: ``pp_max_micro_batch_size`` bounds the running requests. ``POST /pd_role_switch`` changes an
-engine between prefill and decode. Nothing returns an SGLang to its user's setting when a controller is killed.
+per data-parallel rank: ``pp_max_micro_batch_size`` bounds the running requests. Nothing returns an SGLang to its user's
+setting when a controller is killed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from inferencegym.errors import InvalidConfigError, RemoteError, refusal
+from inferencegym.errors import InvalidConfigError, RemoteError
 from live.driver import EngineApi
 from live.engines.engine import HttpEngine, Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
 
-ROLES: Final = ("prefill", "decode")
 BATCH: Final = "pp_max_micro_batch_size"
 
 
@@ -71,15 +70,6 @@ class SglangEngine(HttpEngine):
         if not ranks or not all(rank.get("updated") for rank in ranks):
             raise RemoteError(f"SGLang did not take {BATCH}={size}: it answers {ranks}; its log says why")
         self._batch = float(size)
-
-    def switch_role(self, role: str) -> str:
-        """Let the engine prefill or decode from now on; returns the role that it had."""
-        if role not in ROLES:
-            raise refusal("role", role, f"one of {', '.join(ROLES)}")
-        answer = self.api.post_json("/pd_role_switch", {"new_role": role}, timeout_s=600.0)
-        if not isinstance(answer, dict) or not answer.get("success"):
-            raise RemoteError(f"SGLang did not become {role}: {answer}")
-        return str(answer.get("old_role"))
 
     @staticmethod
     def _state(info: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -273,7 +273,7 @@ SGLANG_SERIES = {
 
 
 def sglang_post(path: str, body: Any) -> tuple[int, Any]:
-    """Endpoints as SGLang 0.5 checks them: SetInternalStateReq and PdRoleSwitchReqInput of its io_struct.py."""
+    """The endpoint as SGLang 0.5 checks it: SetInternalStateReq of its io_struct.py."""
     if path == "/set_internal_state":
         if set(body) != {"server_args"} or not isinstance(body["server_args"], dict):
             return 422, {"detail": "server_args is the only field, an object"}
@@ -284,10 +284,6 @@ def sglang_post(path: str, body: Any) -> tuple[int, Any]:
         }
         size = body["server_args"].get("pp_max_micro_batch_size", 1)
         return 200, [{"updated": known and 1 <= size <= 40, "server_args": body["server_args"]}]
-    if path == "/pd_role_switch":
-        if not set(body) <= {"new_role", "decode_cuda_graph_bs"} or body["new_role"] not in ("prefill", "decode"):
-            return 400, {"success": False, "message": "new_role must be prefill or decode"}
-        return 200, {"success": True, "message": "ok", "old_role": "prefill", "new_role": body["new_role"]}
     return 404, {}
 
 
@@ -320,14 +316,6 @@ def test_a_value_that_sglang_does_not_take_is_an_error_and_not_in_force(sglang: 
     assert engine.in_force() == {"batch_size": 32.0}
     with pytest.raises(InvalidActionError, match="left out"):
         engine.set(Orders({"kv_budget": 0.5}))
-
-
-def test_sglang_switches_between_prefill_and_decode(sglang: StandIn) -> None:
-    engine = SglangEngine(EngineApi(sglang.url))
-    assert engine.switch_role("decode") == "prefill"
-    assert sglang.posted == [("/pd_role_switch", {"new_role": "decode"})]
-    with pytest.raises(InvalidConfigError, match="one of prefill, decode"):
-        engine.switch_role("both")
 
 
 def test_an_engine_of_a_plugin_is_chosen_by_its_name(
