@@ -13,7 +13,7 @@ import math
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from inferencegym.errors import InferenceGymError
@@ -27,7 +27,7 @@ from ops.prices import read_prices
 from ops.report import growth_lines, notes, refused_lines, table_notes
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
-from ops.worker import confine, request_parts, serve
+from ops.worker import confine, in_fields, request_parts, serve
 from simulator.hardware.sources import with_fp8_kv
 from simulator.hardware.tables import tables_of
 
@@ -63,8 +63,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
     ]
     return {
         **report.to_dict(),
-        "read": imported.describe(),
-        "notes": told,
+        **_told(imported, told),
         "export": export,
     }
 
@@ -89,9 +88,17 @@ def plan_job(request: Request) -> dict[str, Any]:
     first, model = report.plans[0] if report.plans else None, request.get("model") or imported.model
     return {
         **report.to_dict(),
-        "read": imported.describe(),
-        "notes": [*refused_lines(report), *growth_lines(report), *notes(report)],
+        **_told(imported, [*refused_lines(report), *growth_lines(report), *notes(report)]),
         "export": {} if first is None else engine_files(first, tables[first.hardware], report, model),
+    }
+
+
+def _told(imported: Imported, notes: Sequence[str]) -> dict[str, Any]:
+    """How the log was read, and notes on the result, for the sender of a request."""
+    read = imported.describe()
+    return {
+        "read": {**read, "notes": [*map(in_fields, read["notes"])]},
+        "notes": [*map(in_fields, notes)],
     }
 
 
@@ -111,6 +118,7 @@ def log_of(request: Request) -> Imported:
         skip_failed=request.get("failed") == "skip",
         only=request.get("filter"),
         skip_bad=request.get("skip_bad") or 0,
+        drop_duplicates=request.get("drop_duplicates", False),
     )
 
 

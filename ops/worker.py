@@ -63,4 +63,9 @@ def error_parts(error: InferenceGymError | MemoryError) -> dict[str, Any]:
 def request_parts(error: InferenceGymError | MemoryError) -> dict[str, Any]:
     """:func:`error_parts` for the sender of a request: the message names fields of the request, not options."""
     parts = error_parts(error)
-    return {**parts, "message": _OPTION.sub(lambda found: found[1].replace("-", "_"), parts["message"])}
+    return {**parts, "message": in_fields(parts["message"])}
+
+
+def in_fields(text: str) -> str:
+    """A text with fields of a request in the place of options."""
+    return _OPTION.sub(lambda found: found[1].replace("-", "_"), text)

@@ -65,6 +65,9 @@ class LogRequest(Message):
         Literal["count", "skip"] | None,
         Field(description="failed requests count as demand, with the median output, or are left out (default count)"),
     ] = None
+    drop_duplicates: Annotated[
+        bool | None, Field(description="of requests with the same id, only the first counts (default false)")
+    ] = None
     skip_bad: Annotated[
         Annotated[int, Field(ge=0, le=10_000), WHOLE] | None,
         Field(description="number of rows that cannot be read and may be left out (default 0)"),

@@ -50,6 +50,24 @@ def test_an_uploaded_log_is_read_by_the_rules_of_the_command_line() -> None:
     assert (answer["log"]["requests"], answer["read"]["skipped"]) == (2, {"failed": 1, "cannot be read": 1})
 
 
+def test_notes_of_an_answer_name_fields_of_the_request_and_not_options() -> None:
+    rows = "".join(f"{i},200,50,{i // 2},{200 if i else 500}\n" for i in range(40))
+    job = {"log": "arrival_s,prompt_tokens,output_tokens,request_id,status\n" + rows}
+    plan = {**job, "objectives": ["ttft_p99=5000"], "hardware": ["a100-40gb"], "drafts": True}
+    for name, request in (("shadow", {**job, "policies": ["naive"], "gpus": 1}), ("plan", plan)):
+        status, answer = respond(name, request)
+        assert status == 0
+        told = " ".join([*answer["read"]["notes"], *answer["notes"]])
+        assert "all of them count (drop_duplicates keeps the first of each)" in told
+        assert "(failed skip leaves them out)" in told
+        assert "--" not in told
+    assert "plan with two (replicas_min 2)" in told
+    assert (
+        respond("shadow", {**job, "policies": ["naive"], "gpus": 1, "drop_duplicates": True})[1]["log"]["requests"]
+        == 20
+    )
+
+
 def test_every_quantity_of_a_log_may_be_named_in_a_request() -> None:
     named = ",".join(f"{quantity}=column" for quantity in QUANTITIES)
     assert LogRequest.model_validate({"log": FEW, "columns": named}).columns == named

@@ -938,9 +938,9 @@ def unfold(page: Page) -> None:
 
 
 def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tmp_path: Path) -> None:
-    rows = "".join(f"{0.4 * i:.1f},{150 + i},{60}\n" for i in range(60))
+    rows = "".join(f"{0.4 * i:.1f},{150 + i},{60},{i // 2}\n" for i in range(60))
     log = tmp_path / "mine.csv"
-    log.write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    log.write_text("arrival_s,prompt_tokens,output_tokens,request_id\n" + rows)
     page = visit().open("trace")
     page.locator("#panel-trace input[type=file]").set_input_files(log)
     page.get_by_label("Fixed batch size").fill("4")
@@ -951,6 +951,8 @@ def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tm
     expect(page.locator("#panel-trace details[open]")).to_have_count(0)
     unfold(page)
     expect(page.locator("#panel-trace figure.chart canvas")).to_have_count(4)
+    twice = re.compile("^60 requests share their request_id with another one, .*; all of them count$")
+    expect(page.locator("#panel-trace .fold p", has_text=twice)).to_have_count(1)
     page.get_by_label("Policy", exact=True).select_option("fixed")
     expect(page.locator("#panel-trace pre")).to_contain_text("max-num-seqs: 4")
     with page.expect_download() as waiting:
@@ -1090,9 +1092,15 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
     expect(page.locator("#panel-plan li", has_text="plan with two (Replicas, at least: 2)")).to_have_count(1)
     missed = re.compile(r"With 1\.5 times .* no longer meets TTFT p99 ≤ 500 ms \(it would be 5\d\d ms\): that")
     expect(page.locator("#panel-plan li", has_text=missed)).to_have_count(1)
+    notes = page.locator("#panel-plan .fold li").all_inner_texts()
+    assert any(note.startswith("Measured / simulated for A100 40 GB at ") for note in notes)
+    assert [note for note in notes if re.search(r"--[a-z]|[a-z]_[a-z]|a100-40gb", note)] == []
     assert page.locator("#panel-plan svg circle").count() > 3
     page.get_by_label("For the engine").select_option("sglang")
-    expect(page.locator("#panel-plan pre")).to_contain_text("max-running-requests")
+    settings = page.locator("#panel-plan pre")
+    expect(settings).to_contain_text("max-running-requests")
+    expect(settings).to_contain_text("Plan: 1 x A100 40 GB, replicas: 1; TTFT p99 ≤ 500 ms, TPOT p50 ≤ 50 ms.")
+    expect(settings).to_contain_text("--config sglang.yaml")
     assert objections(page) == []
 
 

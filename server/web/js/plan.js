@@ -4,7 +4,7 @@ import { once, post } from "./api.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { player } from "./players.js";
-import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, setting } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting } from "./request_log.js";
 
 const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
 const BESIDE = 13; // between cards that cost as much, of a picture's width
@@ -22,6 +22,7 @@ export async function start(panel) {
 class PlanTab {
   constructor(models, hardware) {
     this.catalogue = hardware;
+    this.named = namer(hardware);
     this.box = new LogBox({
       label: "Request log to plan for (CSV or JSON)", example: "Load an example log", onProblem: (error) => this.refuse(error),
       hint: "A table with arrival time, prompt tokens and output tokens under any usual names, or a published trace. The server does not keep it.",
@@ -126,7 +127,7 @@ class PlanTab {
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
     if (first || !tooLong(report)) nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
       el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
-    if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report));
+    if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report, this.named));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
       el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Filled fleets meet all objectives. Cards that cost as much stand side by side." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both", head, report.front.map(row))),
@@ -137,7 +138,7 @@ class PlanTab {
     if (report.autoscaling.length) other.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
       report.autoscaling.map((each) => [player({ name: each.policy }).label, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     if (other.length) nodes.push(folded("Adaptive policies and autoscalers", ...other));
-    nodes.push(folded("All notes: errors, limits, what was left out", el("ul", {}, ...report.notes.map((text) => el("li", { text: inTheForm(text) })))));
+    nodes.push(folded("All notes: errors, limits, what was left out", el("ul", {}, ...[...report.read.notes, ...report.notes].map((text) => el("li", { text: inTheForm(this.named(text)) })))));
     this.tell(...nodes);
     this.out.scrollIntoView({ block: "nearest" });
     announce(said);
@@ -255,7 +256,7 @@ function scale(values, from, to, apart) {
   return { at, marks: inside.length > 1 ? inside : spread([Math.min(...values), Math.max(...values)]) };
 }
 
-function settings(report) {
+function settings(report, named) {
   return new EngineSettings({ title: "Engine settings of the first choice, to copy or download", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
-    textOf: (engine) => report.export[engine], report: { text: "Download the plan", name: "plan.json", data: report } }).node;
+    textOf: (engine) => report.export[engine], tell: (comment) => report.objectives.reduce((said, objective) => said.replace(objective, told(objective)), named(comment)), report: { text: "Download the plan", name: "plan.json", data: report } }).node;
 }

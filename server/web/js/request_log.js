@@ -3,6 +3,7 @@
 import { ownText } from "./api.js";
 import { copy, download, el, field, fill, problem, select } from "./dom.js";
 import { DropBox } from "./drop.js";
+import { player } from "./players.js";
 
 const EXAMPLE = "data/azure-conversation.csv";
 const LOG_BYTES = 4_000_000;
@@ -46,7 +47,9 @@ export class LogBox extends DropBox {
 }
 
 const IN_THE_FORM = [
-  ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["--replicas-min 2", "Replicas, at least: 2"], ["Leave out --drafts to exclude them", "Draft tokens: none excludes them"],
+  ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["replicas_min 2", "Replicas, at least: 2"], ["Leave out drafts to exclude them", "Draft tokens: none excludes them"],
+  [": try router round-robin or least-loaded", ""], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
+  ["meets with 90 %, if", "90 % certain, if"], ["tried that meets with 90 %", "tried that is 90 % certain to meet them"], ["tried meets with 90 %", "tried is 90 % certain to meet them"],
   ["the unit: columns ", "the unit under Columns of the log: "], [" or columns arrival=", " or arrival="], ["with filter ", "under Only rows with: "],
   ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];
@@ -91,14 +94,27 @@ export const folded = (title, ...nodes) => el("details", { class: "fold" }, el("
 /** A card in words: "H100 SXM" for `h100_sxm`. */
 export const cardName = (card) => card.replace(/[-_]/g, " ").toUpperCase().replace("SERVER", "Server").replace(/(\d)GB$/, "$1 GB");
 
+/** A table of the catalogue in words. */
+export const tableName = ({ card, cards_per_replica: each }) => `${cardName(card)}${each > 1 ? `, ${each} GPUs per replica` : ""}`;
+
+const NAMED = ["heuristic", "hill_climb", "hpa", "planner"]; // policies in notes
+
+/** A function for texts of the server: it puts the page's names in the place of tables, cards and policies. */
+export function namer(catalogue) {
+  const tables = Object.entries(catalogue);
+  const names = new Map([...tables.map(([, { card }]) => [card, cardName(card)]), ...tables.map(([name, table]) => [name, tableName(table)]), ...NAMED.map((name) => [name, player({ name }).called])]);
+  const known = new RegExp(`(?<![\\w-])(${[...names.keys()].sort((a, b) => b.length - a.length).join("|")})(?![\\w-])`, "g");
+  return (text) => text.replace(known, (name) => names.get(name));
+}
+
 /** A setting in words. */
 export const setting = ({ batch_size: batch, kv_budget: kv, spec_length: drafts, prefill_disagg: apart }, precision) =>
   `${precision}, batch ${batch}, KV ${Number(kv.toFixed(2))}${drafts ? `, ${drafts} drafts` : ""}${apart ? ", separate prefill" : ""}`;
 
-/** Settings for an engine to copy or download, to be folded up. `textOf(engine)` is shown; `choices` are further controls, whose changes `show` follows. */
+/** Settings for an engine to copy or download, to be folded up. `textOf(engine)` is shown, its comments as `tell` words them; `choices` are further controls, whose changes `show` follows. */
 export class EngineSettings {
-  constructor({ title, label, engineLabel, downloadLabel, textOf, choices = [], report: { text, name, data } }) {
-    this.textOf = textOf;
+  constructor({ title, label, engineLabel, downloadLabel, textOf, tell, choices = [], report: { text, name, data } }) {
+    this.textOf = (engine) => textOf(engine).replaceAll("THIS-FILE", `${engine}.yaml`).replace(/^#.*$/gm, tell);
     this.code = el("code");
     this.engine = select(ENGINES, "vllm", () => this.show());
     const copyButton = el("button", { type: "button", text: "Copy" });

@@ -6,7 +6,7 @@ import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js"
 import { compact, percent } from "./format.js";
 import { KnobFields } from "./knobs.js";
 import { player } from "./players.js";
-import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, setting } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting, tableName } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const BASELINES = {
@@ -29,6 +29,7 @@ class Trace {
   constructor(tasks, info) {
     this.charts = [];
     this.catalogue = info.hardware;
+    this.named = namer(info.hardware);
     this.first = tasks[0].id;
     this.hardwareOf = new Map(tasks.map((task) => [String(task.id), task.hardware]));
     this.box = new LogBox({
@@ -66,7 +67,7 @@ class Trace {
   /** List the tables of the model. */
   offerTables() {
     const tables = Object.entries(this.catalogue).filter(([, { model }]) => model === this.model.value)
-      .map(([name, { card, cards_per_replica: each }]) => [name, `${cardName(card)}${each > 1 ? `, ${each} GPUs per replica` : ""}`]);
+      .map(([name, each]) => [name, tableName(each)]);
     fill(this.hardware, ...tables.map(([value, text]) => el("option", { value, text })));
     this.offerTiers();
   }
@@ -149,7 +150,7 @@ class Trace {
     this.tell();
     this.out.append(...[
       el("h2", { class: "verdict", text: said }),
-      ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${text}.` })),
+      ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${this.named(text)}.` })),
       table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU s /1k tokens"],
         players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)] : ["–", "–", "–"])])),
       el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
@@ -157,7 +158,7 @@ class Trace {
       folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
       folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "Restarts"],
         players.map(({ outcome: o, ...each }) => [chip(each), o.n_gpus, o.goodput_rps.toFixed(2), compact(o.ttft_p50_ms), o.restarts])),
-      ...report.notes.map((text) => el("p", { text: inTheForm(text) }))),
+      ...[...report.read.notes, ...report.notes].map((text) => el("p", { text: inTheForm(this.named(text)) }))),
     ].filter(Boolean));
     for (const draw of this.later) draw();
     this.out.scrollIntoView({ block: "nearest" });
@@ -192,7 +193,7 @@ class Trace {
   settings(report, players) {
     const choice = select(players.map(({ key, label }) => [key, label]), report.best, () => shown.show());
     const shown = new EngineSettings({ title: "Engine settings to try, to copy or download", label: "Engine settings", engineLabel: "Engine", downloadLabel: "Download", choices: [field("Policy", choice)],
-      textOf: (engine) => report.export[choice.value][engine].replace(/the policy '\w+'/, inSentence(players.find(({ key }) => key === choice.value))), report: { text: "Download the report", name: "shadow.json", data: report } });
+      textOf: (engine) => report.export[choice.value][engine].replace(/the policy '\w+'/, inSentence(players.find(({ key }) => key === choice.value))), tell: this.named, report: { text: "Download the report", name: "shadow.json", data: report } });
     return shown.node;
   }
 }
