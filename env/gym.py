@@ -39,6 +39,7 @@ from inferencegym.vector_env import (
     Float32Array,
     FloatArray,
     Info,
+    refuses_unknown,
     register,
     registered_id,
 )
@@ -57,6 +58,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     metadata = render.METADATA
 
+    @refuses_unknown
     def __init__(
         self,
         task_id: TaskId = 1,
@@ -184,6 +186,7 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
 
+    @refuses_unknown
     def __init__(self, family: str, task_id: TaskId, *, config: Mapping[str, Any] | None = None) -> None:
         codec = FAMILIES[family].gym
         if not isinstance(codec, GymCodec):
@@ -253,6 +256,7 @@ class EpisodeVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
     ``info`` has ``seed``, and where ``info["_score"]`` is set ``score``, ``breakdown`` and ``feedback`` of the grade.
     """
 
+    @refuses_unknown
     def __init__(
         self,
         num_envs: int,

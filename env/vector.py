@@ -18,7 +18,15 @@ from inferencegym.errors import refusal
 from inferencegym.spaces.actions import action_size
 from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
 from inferencegym.tasks import Calibration, TaskId, get_task, task_of, with_settings
-from inferencegym.vector_env import ArrayVectorEnv, AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
+from inferencegym.vector_env import (
+    ArrayVectorEnv,
+    AutoresetVectorEnv,
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    Info,
+    refuses_unknown,
+)
 from simulator.hardware.tables import ServingTables, tables_of
 
 
@@ -40,6 +48,7 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
     ``info["_score"]`` is set.
     """
 
+    @refuses_unknown
     def __init__(
         self,
         num_envs: int = 1,

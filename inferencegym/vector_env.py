@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Final, ParamSpec
 
 import gymnasium
 import numpy as np
@@ -12,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from inferencegym.errors import EpisodeDoneError, InvalidConfigError, refusal
+from inferencegym.errors import EpisodeDoneError, InvalidConfigError, did_you_mean, refusal
 
 Float32Array = NDArray[np.float32]
 FloatArray = NDArray[np.float64]
@@ -21,6 +23,8 @@ Info = dict[str, Any]
 ArrayVectorEnv = gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]
 """Gymnasium's vector environment with arrays."""
 Stepped = tuple[Float32Array, FloatArray, BoolArray, BoolArray, Info]
+
+P = ParamSpec("P")
 
 NAMESPACE: Final = "InferenceGym"
 ENV_VERSION: Final = 1
@@ -35,6 +39,20 @@ def register(env_id: str, scalar: str, vector: str | None, **kwargs: Any) -> Non
     """Register entry points (``module:Class``) for ``make`` and ``make_vec``; does nothing if the id is registered."""
     if env_id not in gymnasium.registry:
         gymnasium.register(id=env_id, entry_point=scalar, vector_entry_point=vector, kwargs=kwargs)
+
+
+def refuses_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate ``__init__``: an unknown argument raises :class:`InvalidConfigError` with those that there are."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() - set(known):
+            told = did_you_mean(name, known, f"the arguments are {', '.join(known)}")
+            raise InvalidConfigError(f"unknown argument {name}: {told}", name)
+        init(*args, **kwargs)
+
+    return checked
 
 
 class AutoresetVectorEnv(ArrayVectorEnv):

@@ -18,7 +18,15 @@ from env.traffic.tasks import get_traffic_task, traffic_config
 from env.vector import vector_outcome
 from inferencegym.errors import refusal
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
-from inferencegym.vector_env import ArrayVectorEnv, AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
+from inferencegym.vector_env import (
+    ArrayVectorEnv,
+    AutoresetVectorEnv,
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    Info,
+    refuses_unknown,
+)
 
 
 class VectorTrafficGymEnv(AutoresetVectorEnv, ArrayVectorEnv):
@@ -32,6 +40,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv, ArrayVectorEnv):
     where ``info["_score"]`` is set.
     """
 
+    @refuses_unknown
     def __init__(
         self,
         num_envs: int = 1,
@@ -102,6 +111,7 @@ class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
 
+    @refuses_unknown
     def __init__(
         self, task_id: str = "task_easy", *, config: Mapping[str, Any] | None = None, observation: str = "raw"
     ) -> None:

@@ -37,6 +37,7 @@ from inferencegym.vector_env import (
     Float32Array,
     FloatArray,
     Info,
+    refuses_unknown,
     register,
     registered_id,
 )
@@ -81,6 +82,7 @@ class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
     the step. Raises :class:`StepConflictError` if the replay differs, as on a server of another version.
     """
 
+    @refuses_unknown
     def __init__(
         self,
         url: str,
@@ -192,6 +194,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     metadata = render.METADATA
 
+    @refuses_unknown
     def __init__(
         self,
         url: str,

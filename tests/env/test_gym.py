@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,16 @@ def test_a_discrete_action_out_of_range_is_refused() -> None:
     for wrong in (np.array([[0, 0, 26, 0, 0]]), np.array([[-1, 0, 0, 0, 0]]), np.array([[0.5, 0, 0, 0, 0]])):
         with pytest.raises(InvalidActionError):
             action_codec("discrete").decode(wrong)
+
+
+@pytest.mark.parametrize("env_id", ["StaticUniform-v2", "TrafficEasy-v1", "RolloutMix-v1", "HTTP-v1"])
+def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(env_id: str) -> None:
+    for make in (gymnasium.make, partial(gymnasium.make_vec, num_envs=2)):
+        with pytest.raises(InvalidConfigError, match="did you mean config") as refused:
+            make(f"InferenceGym/{env_id}", configs={})
+        assert refused.value.field == "configs"
+        assert "The arguments are " in str(refused.value)
+        assert ", config, " in f"{refused.value}, "
 
 
 def test_unknown_formats_are_refused_with_those_there_are() -> None:
