@@ -150,7 +150,7 @@ def _breakdown(task: TrafficTask, totals: EpisodeTotals) -> dict[str, float]:
 def _feedback(task: TrafficTask, totals: EpisodeTotals, score: float) -> str:
     steps, length = int(totals.steps[0]), task.episode_length
     if totals.crashed[0]:
-        ending = f"The server crashed at step {steps} of {length}: throttle before a spike, request_rate announces it."
+        ending = f"The server crashed at step {steps} of {length}: the request rate announces a spike, admit less then."
     elif steps < length:
         ending = f"The log stops after {steps} of {length} steps: the rest counts as not survived."
     else:

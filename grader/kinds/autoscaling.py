@@ -58,14 +58,15 @@ def report(
         "mean_replicas_paid": float(_replicas_paid(task, calibration, episode).mean()),
         "replica_changes": float(replica_changes(task, episode.replicas)),
     }
-    advice = {
-        "slo": "requests waited for replicas: request them before the load rises, because a new one has to load first",
-        "gpus": f"{detail['mean_replicas_paid']:.1f} replicas were paid on average: remove replicas with little load",
-        "churn": f"{detail['replica_changes']:.0f} replicas were added or removed: keep them for a while",
+    paid, changed = detail["mean_replicas_paid"], detail["replica_changes"]
+    terms = {
+        "few violations": (parts["slo"], "requests waited for replicas: request them before the load rises"),
+        "few replicas": (parts["gpus"], f"{paid:.1f} were paid on average: remove replicas with little load"),
+        "few changes": (parts["churn"], f"{changed:.0f} replicas were added or removed: keep them for a while"),
     }
-    worst = min(parts, key=lambda name: parts[name])
-    listed = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
-    return detail, f"{listed}. Most to gain: {worst} ({advice[worst]})."
+    worst = min(terms, key=lambda name: terms[name][0])
+    listed = ", ".join(f"{name} {value:.2f}" for name, (value, _) in terms.items())
+    return detail, f"{listed}. Most to gain: {worst} ({terms[worst][1]})."
 
 
 def words(task: TaskSpec, _: Calibration | None) -> str:

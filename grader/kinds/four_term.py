@@ -62,13 +62,13 @@ def report(
     }
     terms = {
         "throughput": (parts["throughput"], "raise batch_size or use a lower precision while the queue is long"),
-        "objectives": (
+        "few violations": (
             parts["slo"],
             "too many requests waited beyond their objective: admit more of a flood (batch_size, kv_budget)",
         ),
-        "cost": (
+        "low cost": (
             parts["cost"],
-            f"{spent:.2f} of {task.cost_budget:.2f} spent: GPUs that produce few tokens are expensive",
+            f"{100 * spent / task.cost_budget:.0f}% of the budget spent: GPUs that produce few tokens are expensive",
         ),
         "stability": (parts["stability"], "the knobs were changed wildly from step to step"),
     }

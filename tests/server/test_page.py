@@ -218,6 +218,13 @@ def test_a_task_that_scales_has_a_sixth_slider_and_a_chart_of_replicas(visit: Vi
     expect(replicas.locator("p.unseen")).to_contain_text("Searched policy: now")
     slider = page.get_by_label("Replicas", exact=True)
     expect(slider).to_have_attribute("aria-valuetext", "3 replicas")
+    expect(page.locator(".about")).to_contain_text("You run 2 LLM servers at first.")
+    expect(page.locator(".lead")).to_have_text("Your sliders are where Kubernetes' HPA starts and ask for 3 replicas.")
+    cache = page.get_by_label("KV cache")
+    start = cache.get_attribute("aria-valuetext")
+    for key, at in (("ArrowLeft", "KV 95 %"), ("ArrowRight", start)):
+        cache.press(key)
+        expect(cache).to_have_attribute("aria-valuetext", at)
     slider.fill("3")
     expect(slider).to_have_attribute("aria-valuetext", "4 replicas")
     score = race_to_the_end(page)
@@ -636,7 +643,7 @@ def test_advice_after_a_race_gains_what_it_says_if_it_is_followed(visit: Visit) 
     score = race_to_the_end(page)
     result = page.locator(".result")
     expect(result).to_contain_text("Next time: move Precision up: INT8 is faster", timeout=PATIENCE_MS)
-    advice = re.search(r"With INT8 and nothing else moved, you score ([\d.]+) here", result.inner_text())
+    advice = re.search(r"Precision at INT8, and move none: you score ([\d.]+) here", result.inner_text())
     assert advice
     page.get_by_label("Precision").press("ArrowRight")
     page.get_by_role("button", name="Race again").click()
@@ -1409,7 +1416,7 @@ def test_letting_everything_in_crashes_the_server(visit: Visit) -> None:
     for second in range(11):
         expect(page.locator("#panel-traffic .now")).to_contain_text(f"Second {second + 1} of 30")
         button.click()
-    expect(page.locator("#panel-traffic .result h2")).to_contain_text("crashed at second 11. Your score: 0.000")
+    expect(page.locator("#panel-traffic .result h2")).to_contain_text("crashed at second 11 of 30. Your score: 0.000")
     expect(button).to_be_disabled()
 
 

@@ -20,7 +20,7 @@ const REASONS = {
   spec_length: ["rejected drafts are wasted work", "accepted drafts save time and money"],
   prefill_disagg: ["shared GPUs cost less", "prompts no longer hold up the answers"],
 };
-const FAR = 0.04; // of a knob's range: less than a step of its slider
+const FAR = 0.04; // of a knob's range: less than a step of the KV cache
 
 /** The task's knobs that are far from where `goal` has them: name, value to reach, and the way to move it and why as `text`. */
 export function hints(action, goal, { max_replicas: most, ...task }) {
@@ -127,6 +127,14 @@ export class Knobs {
   /** The action as POST /step accepts it; replicas only where the task scales. */
   action() {
     return Object.fromEntries(Object.entries(this.knobs).filter(([, { box }]) => !box.hidden).map(([name, knob]) => [name, knob.value]));
+  }
+
+  /** Give the sliders positions for the values of `action` too, so that each can come back to them. */
+  hold(action) {
+    for (const [name, value] of Object.entries(action)) {
+      const { list, fallback } = this.knobs[name];
+      if (!list.includes(value)) this.resize(name, [...list, value].sort((a, b) => a - b), fallback);
+    }
   }
 
   /** Set the knobs that can be moved. */

@@ -10,7 +10,7 @@ import { Knobs, hints, knobsOf } from "./knobs.js";
 import { handed, keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
 import { costOf, explained, mostLost, placeOf, scoreBoard, summed } from "./score.js";
-import { Strip, shown } from "./strip.js";
+import { Strip, bare, shown } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 const HIDDEN = ["hill_climb", "random", "random_search", "vllm_defaults", "naive", "kpa"]; // until the visitor asks for them
@@ -211,7 +211,7 @@ class Race {
       if (!this.defaults) {
         const vllm = base.key === "vllm_defaults", { action } = base === goal ? episode : await brief(base);
         if (generation !== this.generation) return;
-        this.defaults = { action: first(action), text: vllm ? "Your sliders are at vLLM's defaults." : `Your sliders are where ${base.called} starts.` };
+        this.defaults = { action: first(action), text: vllm ? "Your sliders are at vLLM's defaults." : `Your sliders are where ${base.called} starts${this.asksFor(action)}.` };
         this.defaultsButton.textContent = vllm ? "vLLM's defaults" : `Where ${base.called} starts`;
         this.defaultsButton.disabled = false;
         this.useDefaults();
@@ -293,9 +293,15 @@ class Race {
 
   /** Put the sliders where they were on the first visit of the task. */
   useDefaults() {
+    this.knobs.hold(this.defaults.action);
     this.knobs.set(this.defaults.action);
     this.startsAs = this.defaults.text;
     if (this.phase === "idle" && this.rows) this.tellScores();
+  }
+
+  /** How many replicas the sliders ask for, in words, if they are not those that run; "" in tasks that do not scale. */
+  asksFor({ replicas }) {
+    return replicas && replicas[0] !== this.task.n_replicas ? ` and ask for ${counted(replicas[0], "replica")}` : "";
   }
 
   /** Name the score to beat, and draw its line. */
@@ -308,7 +314,7 @@ class Race {
     const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : this.task.max_replicas ? `${MOVE_REPLICAS} Late requests can cost the whole score.` : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
     const replicas = this.task.n_replicas, untouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
     const scores = untouched ? `If you touch nothing, you score this on ${traffic}.` : `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.`;
-    this.introduction = `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}. ${scores} ${kind}${bands}`;
+    this.introduction = `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}${this.task.max_replicas ? " at first" : ""}. ${scores} ${kind}${bands}`;
     const row = (player) => {
       const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
       return { bar, value, nodes: [el("span", { class: `chip ink-${player.colour}`, text: player.label }), bar, value] };
@@ -785,10 +791,11 @@ class Race {
   async advise({ score }) {
     const action = this.knobs.action(), moves = this.moves(action), [stay, ...scores] = await this.scoresOf(trials(action, moves).map((setting) => Array(this.length).fill(setting)));
     const move = bestMove(moves, scores, stay);
-    const found = move?.score > score + GAIN ? move : stay > score + GAIN ? { text: "start as your sliders are now. They began elsewhere in this race.", score: stay } : undefined;
+    const found = move?.score > score + GAIN ? move : stay > score + GAIN ? { text: "leave your sliders where they are now from the first second on", score: stay } : undefined;
     this.advised = found?.name ? found : undefined;
     const reached = found?.score ?? score;
-    const slider = found ? `${found.text.replace("Move", "move")} ${found.name ? `With ${shown(found.name, found.value, this.tiers)} and` : "With"} nothing else moved, you score ${shownScore(reached)} here.` : "";
+    const start = found?.name && ` Start with the other sliders as they are now and ${this.knobs.title(found.name)} at ${bare(found.name, found.value, this.tiers)}, and move none`;
+    const slider = found ? `${found.text.replace("Move", "move")}${start ?? ""}: you score ${shownScore(reached)} here.` : "";
     const { called, episode } = this.best, settings = (name) => new Set(episode.action[name]).size;
     const moved = this.lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
     const adapts = episode.score > reached + GAIN && settings(moved) > 1 && (!slider || this.task.max_replicas);
@@ -811,15 +818,16 @@ class Race {
     return scores;
   }
 
-  /** Why the score is not higher: its parts where they add up to nothing, the worst overload, and on what else most was lost. */
+  /** Why the score is not higher: the worst overload and when to prepare for it, the parts where they add up to nothing, and on what else most was lost. */
   why(grade) {
-    const told = grade.score < LEAST ? [summed(grade.breakdown, this.task.grade)] : [];
+    const told = [];
     const overloads = this.overloads().filter(({ from, to }) => to - from >= TREND_S).sort((a, b) => b.cost - a.cost || b.to - b.from - (a.to - a.from));
     const [worst, ...others] = overloads, lost = mostLost({ ...this.mine, ...grade }, this.best.episode, this.task);
     if (worst) {
       const { from, to, late, cost } = worst, rest = others.length ? ` (${counted(others.length, "other overload")} cost less)` : "";
-      told.push(`From second ${from + 1} to ${to}, ${percent(late)} of the requests were late${cost >= LEAST ? `: that cost ${shownScore(cost)} of the score${rest}` : ""}.`, this.sooner(worst));
+      told.push(this.sooner(worst), `From second ${from + 1} to ${to}, ${percent(late)} of the requests were late${cost >= LEAST ? `: that cost ${shownScore(cost)} of the score${rest}` : ""}.`);
     }
+    if (grade.score < LEAST) told.push(summed(grade.breakdown, this.task.grade));
     if (lost && grade.score < this.best.episode.score && !(worst && lost.part === "slo")) told.push(`${lost.text} of ${this.best.called}.`);
     return told.filter(Boolean).map((sentence) => `${sentence} `).join("");
   }

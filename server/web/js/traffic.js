@@ -153,8 +153,8 @@ class Traffic {
     this.enable(false);
     const grade = await post("grader", { session_id: this.session }, "traffic");
     const places = [{ ...YOU, score: grade.score, breakdown: grade.breakdown ?? {} }, ...this.rivals.map((rival) => ({ ...rival, score: rival.episode.score, breakdown: rival.episode.breakdown ?? {} }))].sort((a, b) => b.score - a.score);
-    const verdict = info.crashed ? `The server crashed at second ${this.mine.action.length}. Your score: ${grade.score.toFixed(3)}` : `The server stayed up. Your score: ${grade.score.toFixed(3)}`;
-    fill(this.out, el("h2", { text: verdict }), el("p", { text: grade.feedback ?? "" }), scoreBoard(places));
+    const ending = info.crashed ? `The server crashed at second ${this.mine.action.length} of ${this.length}` : "The server stayed up", verdict = `${ending}. Your score: ${grade.score.toFixed(3)}`;
+    fill(this.out, el("h2", { text: verdict }), info.crashed ? el("p", { text: "Next time, admit less before a spike: Incoming is the load of the second to come." }) : null, scoreBoard(places));
     announce(verdict);
   }
 }
