@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from agents.policies.autoscalers import HpaAgent, KpaAgent, PlannerAgent, ScheduledAgent
+from agents.policies.autoscalers import HpaAgent, KpaAgent, PlannerAgent, ReplicaPlan, ScheduledAgent
 from agents.policies.constant import ConstantAgent, NaiveAgent, RandomAgent
 from agents.policies.heuristic import HeuristicAgent
 from agents.policies.hill_climb import HillClimbAgent
@@ -31,7 +31,7 @@ from inferencegym.messages import parse_json
 from inferencegym.models import ServeAction
 from inferencegym.plugins import plugins
 from inferencegym.tasks import TaskSpec
-from simulator.hardware.tables import tables_of
+from simulator.hardware.tables import ServingTables, tables_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,18 @@ def register(name: str, factory: AgentFactory, description: str = "", *, stored:
     AGENTS[name] = RegisteredAgent(factory, description, stored)
 
 
-def make_agent(spec: str, task: TaskSpec) -> Agent:
-    """The agent ``name`` or ``name:argument`` for a task.
+@dataclass(frozen=True, slots=True)
+class OnTable:
+    """Factory of an agent that plans with a lookup table: the one that is played, by default the task's."""
+
+    make: Callable[[TaskSpec, ServingTables], Agent]
+
+    def __call__(self, task: TaskSpec, argument: str, tables: ServingTables | None = None) -> Agent:
+        return self.make(task, tables or tables_of(task.hardware))
+
+
+def make_agent(spec: str, task: TaskSpec, tables: ServingTables | None = None) -> Agent:
+    """The agent ``name`` or ``name:argument`` for a task, which is played on ``tables`` (default: its own).
 
     Raises :class:`InvalidConfigError` for a name that is not registered or an argument that the agent cannot read, and
     :class:`InvalidActionError` for a constant action out of range.
@@ -68,7 +78,8 @@ def make_agent(spec: str, task: TaskSpec) -> Agent:
     if name not in AGENTS:
         advice = did_you_mean(name, AGENTS, f"the agents are {', '.join(AGENTS)}")
         raise InvalidConfigError(f"agent {spec!r} is unknown: {advice}")
-    return AGENTS[name].factory(task, argument)
+    factory = AGENTS[name].factory
+    return factory(task, argument, tables) if isinstance(factory, OnTable) else factory(task, argument)
 
 
 def load_own_agents(specs: Iterable[str]) -> None:
@@ -158,6 +169,10 @@ def _best_adaptive(task: TaskSpec, argument: str) -> Agent:
     return ModeAgent(read_switching_policy(_path("best_adaptive", task, argument)), task)
 
 
+def _autoscaler(agent: type[HpaAgent | KpaAgent | ScheduledAgent | PlannerAgent]) -> OnTable:
+    return OnTable(lambda task, tables: agent(task, replica=ReplicaPlan.of(task, tables)))
+
+
 def _path(name: str, task: TaskSpec, folder: str) -> Path:
     return policy_path(name, task.task_id, Path(folder) if folder else policy_dir(task))
 
@@ -169,7 +184,7 @@ register(
 )
 register(
     "vllm_defaults",
-    lambda task, _: VllmDefaultsAgent(tables_of(task.hardware)),
+    OnTable(lambda _, tables: VllmDefaultsAgent(tables)),
     "What vLLM does by default on an A100: 256 slots, 90% of the memory, FP16, never changed.",
 )
 register(
@@ -187,15 +202,15 @@ register(
 )
 register(
     "heuristic",
-    lambda task, _: HeuristicAgent(task),
+    OnTable(HeuristicAgent),
     "Rules an operator would write: capacity planning, and a second setting for floods.",
 )
-register("hpa", lambda task, _: HpaAgent(task), "Kubernetes' Horizontal Pod Autoscaler: replicas by load and queue.")
-register("kpa", lambda task, _: KpaAgent(task), "Knative's autoscaler: replicas by concurrency, with a panic mode.")
-register("scheduled", lambda task, _: ScheduledAgent(task))
+register("hpa", _autoscaler(HpaAgent), "Kubernetes' Horizontal Pod Autoscaler: replicas by load and queue.")
+register("kpa", _autoscaler(KpaAgent), "Knative's autoscaler: replicas by concurrency, with a panic mode.")
+register("scheduled", _autoscaler(ScheduledAgent))
 register(
     "planner",
-    lambda task, _: PlannerAgent(task),
+    _autoscaler(PlannerAgent),
     "Replicas for the forecast load and the queue, as capacity planners do.",
 )
 register("ppo", make_ppo, "A small network trained with PPO.", stored=True)

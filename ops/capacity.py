@@ -102,7 +102,6 @@ def log_task(
         recorded=True,
         arrival_rate_rps=max(0.01, log_summary(log)["rate_rps"]),
         episode_length=span_s + DRAIN_S,
-        # Policies that plan use the table on which they play.
         hardware=table_name(tables.sha256),
     )
     if slo_ms is not None:

@@ -698,7 +698,8 @@ class _Card:
             plans: list[Plan] = []
             for n in range(units, 0, -1):
                 task = replace(on_replicas(self._played, n), active_actions=knobs)
-                outcome = play_policy(name, make_agent(name, task), task, self._tables, NEUTRAL, self._router).outcome
+                agent = make_agent(name, task, self._tables)
+                outcome = play_policy(name, agent, task, self._tables, NEUTRAL, self._router).outcome
                 plans.append(self._plan(name, outcome, None))
                 if not plans[-1].meets:
                     break

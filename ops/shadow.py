@@ -289,7 +289,7 @@ class Field:
 
     def _played(self, name: str, agent: str | Agent, task: TaskSpec, calibration: Calibration) -> Run:
         held = task if self._drafts else _without(task, "spec_length")
-        made = _agent(agent, held)
+        made = make_agent(agent, held, self._tables) if isinstance(agent, str) else agent
         # The user chose all knobs of a constant.
         return play_policy(name, made, task if isinstance(made, ConstantAgent) else held, self._tables, calibration)
 
@@ -297,10 +297,6 @@ class Field:
 def _without(task: TaskSpec, knob: str) -> TaskSpec:
     """The task without one of its knobs, which then keeps its default."""
     return replace(task, active_actions=tuple(name for name in task.active_actions if name != knob))
-
-
-def _agent(agent: str | Agent, task: TaskSpec) -> Agent:
-    return make_agent(agent, task) if isinstance(agent, str) else agent
 
 
 def _name(agent: str | Agent) -> str:

@@ -65,13 +65,13 @@ class ReplicaPlan:
     start_s: float
 
     @classmethod
-    def of(cls, task: TaskSpec) -> ReplicaPlan:
+    def of(cls, task: TaskSpec, tables: ServingTables | None = None) -> ReplicaPlan:
         """Plan a replica of a task that scales; raises :class:`InvalidConfigError` for others."""
         if task.fleet.max_replicas is None:
             raise InvalidConfigError(
                 f"task {task.task_id!r} has a fixed number of replicas: one with max_replicas is needed"
             )
-        tables = tables_of(task.hardware)
+        tables = tables or tables_of(task.hardware)
         stats = load_source(task, tables).stats
         planner = CapacityPlanner(task, tables, stats.shares)
         plan = max(
@@ -167,8 +167,14 @@ class KpaAgent(Autoscaler):
     Knative takes 70 % of what a container can hold, since a replica that decodes for so many is slow.
     """
 
-    def __init__(self, task: TaskSpec, target: float = 0.25, compression: float = 1.0) -> None:
-        super().__init__(task)
+    def __init__(
+        self,
+        task: TaskSpec,
+        target: float = 0.25,
+        compression: float = 1.0,
+        replica: ReplicaPlan | None = None,
+    ) -> None:
+        super().__init__(task, replica)
         self._target = target * self.replica.slots
         self._window = max(1, round(60.0 / compression))
         self._panic_window = max(1, round(6.0 / compression))
@@ -194,8 +200,8 @@ class KpaAgent(Autoscaler):
 class ScheduledAgent(Autoscaler):
     """Replicas by the clock: what the task's forecast needs, from the time that a replica takes to start."""
 
-    def __init__(self, task: TaskSpec, target: float = 0.6) -> None:
-        super().__init__(task)
+    def __init__(self, task: TaskSpec, target: float = 0.6, replica: ReplicaPlan | None = None) -> None:
+        super().__init__(task, replica)
         if task.day is None:
             raise InvalidConfigError(f"task {task.task_id!r} has no forecast: scheduled needs one")
         self._target_rps = target * self.replica.capacity_rps

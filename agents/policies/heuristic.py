@@ -45,8 +45,8 @@ RESERVE_RAMP: Final = 0.08
 class HeuristicAgent:
     """Agent with two planned settings and a rule that switches between them; see the module's text."""
 
-    def __init__(self, task: TaskSpec) -> None:
-        tables = tables_of(task.hardware)
+    def __init__(self, task: TaskSpec, tables: ServingTables | None = None) -> None:
+        tables = tables or tables_of(task.hardware)
         stats = load_source(task, tables).stats
         live = [c for c in task.classes if c.share > 0 or c.burst_share > 0]
         named = len(live) == len(stats.names)

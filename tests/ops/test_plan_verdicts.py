@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from agents.policies.constant import ConstantAgent
+from agents.registry import make_agent
 from env.batch import ServingBatch
 from env.reference import ReferenceFleet
 from inferencegym.errors import InvalidConfigError
-from inferencegym.models import QUANTILES, QuantTier, ServeAction
+from inferencegym.models import OBSERVATION_FIELDS, QUANTILES, QuantTier, ServeAction
 from inferencegym.spaces.actions import to_row
 from ops import plan as planning
 from ops.capacity import NEUTRAL, grid, log_task, on_replicas, play_constant, play_policy
@@ -217,6 +218,17 @@ def test_an_fp8_kv_cache_holds_twice_as_many_tokens_with_the_times_measured_with
     assert "\nkv-cache-dtype: fp8\n" in config["vllm"]
     assert "\nkv-cache-dtype: fp8_e4m3\n" in config["sglang"]
     assert "kv-cache-dtype" not in engine_files(found[False].plans[0], table, found[False])["vllm"]
+
+
+def test_the_heuristic_plans_with_the_table_that_is_played() -> None:
+    table = registered_tables(["l40s-llama-3.1-8b"])["l40s-llama-3.1-8b"]
+    task = log_task(gamma_log(1.0, 2.0, 200, 6_000.0), table)
+    slots = []
+    for played in (table, with_fp8_kv(table)):
+        agent = make_agent("heuristic", task, played)
+        agent.reset(1)
+        slots.append(agent.act(np.zeros((1, len(OBSERVATION_FIELDS))))[0, 2])
+    assert slots[1] > 1.5 * slots[0]
 
 
 def test_a_card_that_nothing_was_measured_on_with_an_fp8_kv_cache_keeps_its_times_and_the_report_says_so() -> None:
