@@ -36,7 +36,24 @@ REWARD_SCALE: Final = 0.02
 """Returns of order one: gradients are clipped by a norm in which the value function's would drown the policy's."""
 
 
-class LearningEnv(AutoresetVectorEnv):
+class EpisodeRows(AutoresetVectorEnv):
+    """Base of environments to learn in, whose ``_rows`` are episodes in Python; ``_seen`` (B, F) is what they show."""
+
+    _rows: Sequence[Any]
+    _seen: Float32Array
+
+    def _ended(self) -> tuple[BoolArray, BoolArray]:
+        done = np.array([row.done for row in self._rows])
+        return done, np.zeros_like(done)
+
+    def _observe(self) -> Float32Array:
+        return self._seen.copy()
+
+    def _info(self) -> Info:
+        return {}
+
+
+class LearningEnv(EpisodeRows):
     """``num_envs`` episodes of a task as PPO sees them; a step holds a decision for :data:`HOLD_S`."""
 
     def __init__(self, num_envs: int, task: RolloutTask) -> None:
@@ -73,46 +90,38 @@ class LearningEnv(AutoresetVectorEnv):
             reward[row] = REWARD_SCALE * (pace - (episode.time_s - began_s))
         return reward
 
-    def _ended(self) -> tuple[BoolArray, BoolArray]:
-        done = np.array([row.done for row in self._rows])
-        return done, np.zeros_like(done)
-
-    def _observe(self) -> Float32Array:
-        return self._seen.copy()
-
-    def _info(self) -> Info:
-        return {}
-
 
 def train(
     task: RolloutTask, steps: int, seed: int, path: Path, validation: Sequence[int], checks: int = 8
 ) -> list[float]:
     """Train a policy and keep the one that scores highest on the validation seeds; returns their scores on the way."""
+    model = make_ppo(
+        LearningEnv(N_ENVS, task),
+        seed,
+        learning_rate=lambda left: 5e-5 + 4e-4 * left,
+        batch_size=2048,
+        n_epochs=4,
+        gamma=0.97,
+        gae_lambda=0.95,
+        ent_coef=0.004,
+    )
+    return keep_best(
+        model, steps, checks, path, lambda file: float(scores(partial(RolloutPolicy, file), validation, task).mean())
+    )
+
+
+def make_ppo(rows: EpisodeRows, seed: int, **settings: Any) -> Any:
+    """Stable-Baselines3's PPO on these episodes, on one thread, with two layers of 64 units each."""
     import torch
     from stable_baselines3 import PPO
 
     from agents.integrations.sb3 import SB3VecEnv
 
     torch.set_num_threads(1)
-    envs = SB3VecEnv(LearningEnv(N_ENVS, task))
-    model = PPO(
-        "MlpPolicy",
-        envs,
-        learning_rate=lambda left: 5e-5 + 4e-4 * left,
-        n_steps=128,
-        batch_size=2048,
-        n_epochs=4,
-        gamma=0.97,
-        gae_lambda=0.95,
-        ent_coef=0.004,
-        seed=seed,
-        policy_kwargs={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
-        device="cpu",
-    )
-    envs.seed_rows([10**9 + 10**6 * seed + row for row in range(N_ENVS)])
-    return keep_best(
-        model, steps, checks, path, lambda file: float(scores(partial(RolloutPolicy, file), validation, task).mean())
-    )
+    envs, layers = SB3VecEnv(rows), {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}
+    model = PPO("MlpPolicy", envs, n_steps=128, seed=seed, policy_kwargs=layers, device="cpu", **settings)
+    envs.seed_rows([10**9 + 10**6 * seed + row for row in range(rows.num_envs)])
+    return model
 
 
 def keep_best(model: Any, steps: int, checks: int, path: Path, value: Callable[[Path], float]) -> list[float]:

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.fidelity.accelmark import OUTPUT_LOG_SIGMA, TEMPLATE_TOKENS, TIER_OF_PRECISION, output_lengths
+from benchmarks.fidelity.accelmark import (
+    OUTPUT_LOG_SIGMA,
+    TEMPLATE_TOKENS,
+    TIER_OF_PRECISION,
+    ServedComparison,
+    output_lengths,
+)
 from inferencegym.models import QuantTier, ServeAction
 from simulator.hardware import measured
 from simulator.hardware.catalogue import table_path
@@ -74,17 +80,11 @@ SYSTEM_40GB = System("a100-40gb", "0.7.3")
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareComparison:
-    """One measured metric of one run and its simulated value, in the metric's unit."""
+class HardwareComparison(ServedComparison):
+    """One measured metric of one run on a card and its simulated value, in the metric's unit."""
 
     card: str
-    version: str
     suite: str
-    precision: str
-    scenario: str
-    metric: str
-    measured: float
-    predicted: float
 
     @property
     def group(self) -> str:
@@ -94,10 +94,6 @@ class HardwareComparison:
         if self.precision == "BF16" and self.suite == "suite_A" and self.scenario != "burst":
             return f"{self.version} BF16, calibration"
         return f"{self.version} {'BF16' if self.precision == 'BF16' else 'quantised'}, held out"
-
-    def relative_error(self) -> float:
-        """Signed relative error: positive when the prediction is larger."""
-        return self.predicted / self.measured - 1.0
 
 
 def hardware_comparisons(systems: Sequence[System] = SYSTEMS_80GB, step_s: float = STEP_S) -> list[HardwareComparison]:
@@ -142,8 +138,9 @@ def _rows(system: System) -> list[dict[str, str]]:
 def _compare(row: dict[str, str], system: System, step_s: float) -> Iterator[HardwareComparison]:
     name = f"{row['scenario']} {float(row['target_qps']):g}/s" if row["target_qps"] else row["scenario"]
     for metric, predicted in _figures(row, system, step_s, _outputs(row, system)).items():
+        seen = float(row[metric])
         yield HardwareComparison(
-            *system, row["suite"], row["precision"], name, metric, float(row[metric]), float(predicted)
+            system.version, row["precision"], name, metric, seen, float(predicted), system.card, row["suite"]
         )
 
 

@@ -36,7 +36,7 @@ from scipy.optimize import nnls
 from agents.evaluate import interval
 from agents.policies.capacity import CapacityPlanner, Setting
 from agents.policies.rollouts import Network
-from agents.rollouts_ppo import keep_best
+from agents.rollouts_ppo import EpisodeRows, keep_best, make_ppo
 from agents.seeds import VALIDATION_SEEDS, held_out_seeds
 from benchmarks.live.rollouts_policies import less
 from benchmarks.report import RESULTS, as_json, store, table
@@ -45,7 +45,7 @@ from inferencegym.files import write_text
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.seeds import SeedSeries
 from inferencegym.tasks import get_task
-from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
+from inferencegym.vector_env import BoolArray, Float32Array, FloatArray
 from live.driver import EngineRequest, RequestTiming
 from live.engines.choose import engine_at
 from live.engines.engine import Engine, Orders, Reading
@@ -459,7 +459,7 @@ def drawn_times(tables: ServingTables, rng: random.Random) -> ServingTables:
     return replace(tables, meta={**tables.meta, "measured_engine": {**engine, "times": times}})
 
 
-class LearningEnv(AutoresetVectorEnv):
+class LearningEnv(EpisodeRows):
     """``num_envs`` episodes as PPO sees them.
 
     A step costs by how much the logarithm of each request's age has grown in it, until the request is answered: the sum
@@ -475,7 +475,7 @@ class LearningEnv(AutoresetVectorEnv):
         self._rows: list[Episode] = [None] * num_envs  # type: ignore[list-item]  # until the first reset
         self._usual: list[Life] = [(np.zeros(0), np.zeros(0))] * num_envs
         self._features = [Features(self._times) for _ in range(num_envs)]
-        self._observed = np.zeros((num_envs, Features.N), np.float32)
+        self._seen = np.zeros((num_envs, Features.N), np.float32)
         space = spaces.Box(-np.inf, np.inf, (Features.N,), np.float32)
         super().__init__(num_envs, space, spaces.Discrete(len(SPEC_LENGTHS)), AutoresetMode.SAME_STEP)
 
@@ -488,7 +488,7 @@ class LearningEnv(AutoresetVectorEnv):
                     usual.play(rule(usual.seen))
                 self._usual[row] = life_s(usual.load.timings)
             self._features[row] = Features(self._times)
-            self._observed[row] = self._features[row](self._rows[row].seen)
+            self._seen[row] = self._features[row](self._rows[row].seen)
 
     def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         reward = np.zeros(self.num_envs)
@@ -496,7 +496,7 @@ class LearningEnv(AutoresetVectorEnv):
             episode = self._rows[row]
             began_s = episode.time_s
             episode.play(SPEC_LENGTHS[choice])
-            self._observed[row] = self._features[row](episode.seen)
+            self._seen[row] = self._features[row](episode.seen)
             if (clients := episode.stages[0].clients) is not None:
                 tokens = episode.seen.written
                 slow = SLOW_S * max(tokens, 1.0) / (HERE.hold_s * clients)
@@ -511,16 +511,6 @@ class LearningEnv(AutoresetVectorEnv):
                 grown = log_ages(life, to_s) - log_ages(life, began_s)
                 reward[row] += sign * REWARD_SCALE * float(grown.sum())
         return reward
-
-    def _ended(self) -> tuple[BoolArray, BoolArray]:
-        done = np.array([row.done for row in self._rows])
-        return done, np.zeros_like(done)
-
-    def _observe(self) -> Float32Array:
-        return self._observed.copy()
-
-    def _info(self) -> Info:
-        return {}
 
 
 Life = tuple[FloatArray, FloatArray]
@@ -564,28 +554,16 @@ def outcome(timings: Sequence[RequestTiming], stages: Sequence[Stage], now_s: fl
 
 def train(tables: ServingTables, steps: int, path: Path, checks: int = 8) -> list[float]:
     """Train PPO and keep the network that is best on the validation draws; returns their means on the way."""
-    import torch
-    from stable_baselines3 import PPO
-
-    from agents.integrations.sb3 import SB3VecEnv
-
-    torch.set_num_threads(1)
-    envs = SB3VecEnv(LearningEnv(N_ENVS, tables))
-    model = PPO(
-        "MlpPolicy",
-        envs,
+    model = make_ppo(
+        LearningEnv(N_ENVS, tables),
+        0,
         learning_rate=lambda left: 5e-5 + 1e-3 * left,
-        n_steps=128,
         batch_size=512,
         n_epochs=8,
         gamma=0.95,
         gae_lambda=0.9,
         ent_coef=0.003,
-        seed=0,
-        policy_kwargs={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
-        device="cpu",
     )
-    envs.seed_rows([10**9 + row for row in range(N_ENVS)])
     times = StepTimes(tables)
     curve = keep_best(model, steps, checks, path, lambda file: -validated(tables, partial(Learned, file, times)))
     return [-value for value in curve]
