@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
     )
     add_drafts_argument(parser)
+    parser.add_argument(
+        "--no-disagg", action="store_true", help="search no settings with prefill on GPUs of its own (default: do)"
+    )
     add_kv_cache_argument(parser)
     parser.add_argument(
         "--replicas-min",
@@ -135,9 +138,9 @@ def run(args: argparse.Namespace) -> int:
     export_file = export_path(args, "plan")
     for path in filter(None, (args.html, args.png, args.out, export_file)):
         require_writable(path)
-    prices = load_prices(args.prices) if args.prices else None
     hardware = names(args.hardware)
     tables = tables_of_files(args.table or ())
+    prices = load_prices(args.prices, [str(t.meta["hardware"]) for t in tables.values()]) if args.prices else None
     if hardware is not None or not tables:
         try:
             tables |= registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
@@ -159,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
             windows_met=args.windows_met,
             precisions=names(args.quant),
             drafts=args.drafts,
+            disagg=not args.no_disagg,
             kv_cache_fp8=args.kv_cache_dtype == "fp8",
             replicas_min=args.replicas_min,
             router=args.router,

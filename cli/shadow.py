@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         slo_ms=args.slo_ms,
         task=get_task(args.task) if args.task else None,
         tables=tables,
-        prices=load_prices(args.prices) if args.prices else None,
+        prices=load_prices(args.prices, [str(tables.meta["hardware"])]) if args.prices else None,
         drafts=args.drafts,
     )
     if args.json:

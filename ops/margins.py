@@ -10,7 +10,7 @@ card.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +38,8 @@ class Ratio:
     """Measured over simulated latency: median, and 90% bound ``p90`` from ``points`` figures of runs on ``machine``.
 
     Both are at least 1, so that an error in the user's favour excuses no missed limit. ``own`` is False if the card was
-    not measured: then the median is the largest of the others.
+    not measured: then the median is the largest of the others. ``of_model`` counts the figures of runs of the plan's
+    model on that card, if their median was larger and is ``p50``.
     """
 
     p50: float
@@ -46,6 +47,13 @@ class Ratio:
     points: int
     machine: str
     own: bool
+    of_model: int = 0
+
+    def at_least(self, of_model: tuple[float, int] | None) -> Ratio:
+        """This ratio, or with the median of the model's own runs (and their number) if that is larger."""
+        if of_model is None or of_model[0] <= 1.005 * self.p50:
+            return self
+        return replace(self, p50=of_model[0], p90=max(self.p90, of_model[0]), of_model=of_model[1])
 
 
 def band_of(requests_per_replica: float) -> str:

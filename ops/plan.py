@@ -24,9 +24,9 @@ import numpy as np
 from agents.protocol import FloatArray
 from agents.registry import make_agent
 from agents.search.solver import Progress, silent
-from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.errors import DataFormatError, InvalidConfigError, short_repr
 from inferencegym.models import QuantTier, Router, ServeAction
-from inferencegym.tasks import TaskSpec
+from inferencegym.tasks import TaskSpec, table_index
 from ops.capacity import (
     GRID,
     MAX_SPAN_S,
@@ -49,12 +49,14 @@ from ops.capacity import (
     side_by_side,
     too_few,
 )
+from ops.fidelity import model_ratios
 from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
 from ops.objectives import ALWAYS, Objective, margin
 from ops.played import check_router
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
+from simulator.hardware.engine_times import TIER
 from simulator.hardware.sources import engine_of, reported_gb, with_fp8_kv
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
@@ -197,6 +199,7 @@ def make_plan(
     windows_met: float | None = None,
     precisions: Sequence[str] | None = None,
     drafts: bool = False,
+    disagg: bool = True,
     kv_cache_fp8: bool = False,
     replicas_min: int = 1,
     router: Router = "shared",
@@ -208,19 +211,21 @@ def make_plan(
     ``share_met`` is the share of requests whose first token must come within the objective (default: that of the
     strictest percentile), ``windows_met`` the share of five-minute windows that must meet the objectives, each judged
     like a log (default: the log is judged as a whole), ``precisions`` names the precisions that may be used (default:
-    all of a table), ``drafts`` says whether settings may draft tokens, which needs a draft model, and
-    ``kv_cache_fp8`` that the KV cache is in FP8. Plans have at least ``replicas_min`` replicas, of which ``router``
-    chooses one for each request. Tables with none of the precisions and cards without a price are left out. Raises
-    :class:`InvalidConfigError` if no objective is given or no table is left.
+    all of a table), ``drafts`` says whether settings may draft tokens, which needs a draft model, ``disagg`` whether
+    they may prefill on GPUs of their own, and ``kv_cache_fp8`` that the KV cache is in FP8. Plans have at least
+    ``replicas_min`` replicas, of which ``router`` chooses one for each request. Tables with none of the precisions and
+    cards without a price are left out. Raises :class:`InvalidConfigError` if no objective is given or no table is left.
     """
     started = time.perf_counter()
     if not objectives:
         raise InvalidConfigError("give at least one objective, as in ttft_p99=500", "objective")
     check_router(router, log)
+    precisions = None if precisions is None else [_precision(name, tables) for name in precisions]
     if kv_cache_fp8:
         tables = {name: with_fp8_kv(table) for name, table in tables.items()}
     tables, left_out = _usable(tables, prices, precisions)
     tables, hopeless = _able(log, tables, precisions)
+    whole, log = log, _servable(log, tables, precisions)
     first_token = [o for o in objectives if o.quantity == "ttft"]
     strictest = max(first_token, key=lambda o: o.share, default=None)
     required = max(share_met or 0.0, strictest.share if strictest else 0.0)
@@ -242,6 +247,7 @@ def make_plan(
             log_task(searched, table, limit_ms),
             log_task(played, table, limit_ms),
             request_tokens,
+            whole,
             tokens_per_s,
             objectives,
             required,
@@ -249,6 +255,7 @@ def make_plan(
             prices,
             precisions,
             drafts,
+            disagg,
             replicas_min,
             router,
         )
@@ -273,7 +280,7 @@ def make_plan(
         growth = side_by_side(lambda factor: first.under(factor, searched.faster(factor)), GROWTH)
     progress("done", 1.0)
     return PlanReport(
-        log=log_summary(log),
+        log=log_summary(whole),
         objectives=[str(o) for o in objectives],
         share_met=required,
         windows_met=windows_met,
@@ -298,6 +305,16 @@ def make_plan(
         refused=hopeless | {card.name: text for card in searches if (text := card.refused)},
         tried=tried,
     )
+
+
+def _precision(name: str, tables: Mapping[str, ServingTables]) -> str:
+    """A precision of the catalogue or of these tables, whatever its case."""
+    listed: list[str] = [tier for entry in table_index().values() for tier in entry["tiers"]]
+    known = list(dict.fromkeys([*listed, *(tier for table in tables.values() for tier in table.tiers)]))
+    found = next((tier for tier in known if tier.lower() == name.lower()), None)
+    if found is None:
+        raise InvalidConfigError(f"quant={short_repr(name)} is not allowed: it must be of {', '.join(known)}", "quant")
+    return found
 
 
 def _usable(
@@ -333,6 +350,12 @@ def _able(
             by_text.setdefault(text, []).append(name)
         raise DataFormatError("; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items()))
     return kept, hopeless
+
+
+def _servable(log: RequestLog, tables: Mapping[str, ServingTables], precisions: Sequence[str] | None) -> RequestLog:
+    """The requests that fit on one of the tables at least: no fleet could serve the others."""
+    parts = [fitting(log, table, _tiers(table, precisions)) for table in tables.values()]
+    return max(parts, key=lambda part: len(part.arrival_s))
 
 
 def _tiers(table: ServingTables, precisions: Sequence[str] | None) -> list[int]:
@@ -377,7 +400,7 @@ class _Card:
     """Search on one card.
 
     ``request_tokens`` are the sorted tokens of each request that is played, ``tokens_per_s`` the output tokens of the
-    whole log.
+    requests that some table serves, over the log's time; ``whole`` has the others too.
     """
 
     def __init__(
@@ -387,6 +410,7 @@ class _Card:
         searched: TaskSpec,
         played: TaskSpec,
         request_tokens: FloatArray,
+        whole: RequestLog,
         tokens_per_s: float,
         objectives: Sequence[Objective],
         required: float,
@@ -394,15 +418,18 @@ class _Card:
         prices: Prices | None,
         precisions: Sequence[str] | None,
         drafts: bool,
+        disagg: bool,
         replicas_min: int,
         router: Router,
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
-        self._objectives, self._required, self._drafts = objectives, required, drafts
+        self._objectives, self._required = objectives, required
+        self._drafts, self._disagg = drafts, disagg
         self._windows_met = windows_met
         self._request_tokens, self._tokens_per_s, self._replicas_min = request_tokens, tokens_per_s, replicas_min
+        self._all_tokens = whole.prompt_tokens + whole.output_tokens
         self._router: Router = router
-        self._card = str(tables.meta["hardware"])
+        self._card, self._model = str(tables.meta["hardware"]), usual_name(str(tables.meta["model"]))
         self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
         self._cards_each = tables.cards_per_replica
         self._token_ms = engine_of(tables.meta).token_ms
@@ -487,7 +514,7 @@ class _Card:
         """Best setting with the GPUs of ``units`` replicas, on the busiest part of the log.
 
         Finalists are played until one meets the objectives, those of the highest precision first, because lower ones
-        change the model's answers.
+        change the model's answers; then those with another batch size only, which may leave more margin.
         """
         if units not in self._known:
             played = self._known[units] = []
@@ -495,12 +522,20 @@ class _Card:
             for action, prefill in chain(((each, 0) for each in finalists), self._uneven(finalists, units)):
                 played.append(self._plan("constant", self._play(self._searched, units, action, prefill), action))
                 if played[-1].meets:
+                    same = replace(action, kv_budget=0.0, batch_size=0)
+                    rest = [
+                        each
+                        for each in finalists[len(played) :]
+                        if replace(each, kv_budget=0.0, batch_size=0) == same
+                        and each.batch_size <= GRID["batch_size"][-1]
+                    ]
+                    played += [self._plan("constant", self._play(self._searched, units, s), s) for s in rest]
                     break
         return max(self._known[units], key=_merit)
 
     def _finalists(self, units: int) -> list[ServeAction]:
         ranked: list[tuple[float, float, ServeAction]] = []
-        for apart in (False, True):
+        for apart in (False, True)[: 1 + self._disagg]:
             if apart and units % 2:
                 continue
             settings = grid(apart, self._tiers, self._drafts)
@@ -545,7 +580,7 @@ class _Card:
 
     def _uneven(self, finalists: Sequence[ServeAction], units: int) -> Iterator[tuple[ServeAction, int]]:
         """The best setting of each precision with as many prefill replicas as the prompts keep busy, and one more."""
-        if units > MOST_UNEVEN:
+        if units > MOST_UNEVEN or not self._disagg:
             return
         source = load_source(self._fitting, self._tables)
         stats = source.stats
@@ -581,8 +616,9 @@ class _Card:
     @property
     def refused(self) -> str:
         """How many requests the shown setting refuses because of their length."""
-        pool_tokens = self._pool_tokens(action_of(self.best or self.largest))
-        return refused(self._request_tokens, self._tables, pool_tokens)
+        action = action_of(self.best or self.largest)
+        left_out = "count as late" if self._too_long(action) else "are left out of the plan"
+        return refused(self._all_tokens, self._tables, self._pool_tokens(action), left_out)
 
     def autoscaled(self) -> list[Autoscaled]:
         """The best plan under autoscalers, with its replicas as the maximum."""
@@ -608,7 +644,8 @@ class _Card:
         in_time = 1.0 - outcome.slo_miss_share
         band = band_of(outcome.requests_per_replica)
         quantities = dict.fromkeys([*ALWAYS, *(o.quantity for o in self._objectives)])
-        errors = {quantity: ratio(quantity, self._card, band) for quantity in quantities}
+        own = {} if TIER in self._tables.tiers else model_ratios(self._model, self._card, band)
+        errors = {quantity: ratio(quantity, self._card, band).at_least(own.get(quantity)) for quantity in quantities}
         left, holding = self._judged(outcome, {quantity: error.p50 for quantity, error in errors.items()})
         _, at_90 = self._judged(outcome, {quantity: error.p90 for quantity, error in errors.items()})
         least = 1.0 if self._windows_met is None else self._windows_met
@@ -746,7 +783,7 @@ class _Card:
 
 
 def _merit(plan: Plan) -> tuple[bool, float, float]:
-    return plan.meets, plan.share_in_time, plan.margin
+    return plan.meets, plan.margin if plan.meets else plan.share_in_time, plan.margin
 
 
 def action_of(plan: Plan) -> ServeAction:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from inferencegym.errors import DataFormatError, InvalidConfigError, not_allowed
+from inferencegym.errors import DataFormatError, InvalidConfigError, did_you_mean, not_allowed, short_repr
 from inferencegym.messages import Message, parse_json, read
-from simulator.hardware.catalogue import short_name
+from simulator.hardware.catalogue import cards, short_name
 
 
 class PriceList(Message):
@@ -40,25 +40,40 @@ class Prices:
         return price
 
     def find(self, card: str) -> float | None:
-        """Price per hour of a card; None if the list lacks it."""
-        return self.per_gpu_hour.get(card, self.per_gpu_hour.get(short_name(card)))
+        """Price per hour of a card, whatever the case of its name; None if the list lacks it."""
+        listed = {name.lower(): price for name, price in self.per_gpu_hour.items()}
+        return listed.get(card.lower(), listed.get(short_name(card).lower()))
 
 
-def read_prices(value: object) -> Prices:
-    """Prices from a JSON value. Raises :class:`InvalidConfigError` naming the field."""
+def read_prices(value: object, own: Iterable[str] = ()) -> Prices:
+    """Prices from a JSON value, of cards of the catalogue and of the user's ``own`` engines.
+
+    Raises :class:`InvalidConfigError` naming the field.
+    """
 
     def refuse(field: str, value: object, allowed: str) -> InvalidConfigError:
         return InvalidConfigError(not_allowed(field, value, allowed), field)
 
     stated = read(PriceList, value, refuse, "prices")
+    names = [name.lower() for name in stated.per_gpu_hour]
+    known = list(dict.fromkeys((*map(short_name, cards()), *cards(), *own)))
+    for name in stated.per_gpu_hour:
+        if names.count(name.lower()) > 1:
+            raise InvalidConfigError(f"prices: the price of {name.lower()} is given twice", "prices")
+        if name.lower() not in map(str.lower, known):
+            told = did_you_mean(name, known, f"cards are {', '.join(known)}")
+            raise InvalidConfigError(f"prices: there is no card {short_repr(name)}: {told}", "prices")
     told = ", ".join(filter(None, (stated.source, stated.date)))
     return Prices(stated.currency, stated.per_gpu_hour, told)
 
 
-def load_prices(path: Path) -> Prices:
+def load_prices(path: Path, own: Iterable[str] = ()) -> Prices:
     """Prices from a JSON file: ``{"currency": "USD", "per_gpu_hour": {"a100-40gb": 1.5}}``, and source and date."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataFormatError(f"{path}: cannot be read ({error})") from error
-    return read_prices(parse_json(text, InvalidConfigError))
+    try:
+        return read_prices(parse_json(text, InvalidConfigError), own)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"{path}: {error}", error.field) from None
