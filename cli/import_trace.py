@@ -45,7 +45,7 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="QUANTITY=COLUMN,...",
         help="columns of a table that have no usual name, as in arrival=ts:ms,prompt=tokens_in,output=tokens_out; "
         "quantities: arrival (unit after a colon: s, ms, us, ns), prompt, output, class, priority, reused, status, "
-        "blocks, session, id, model",
+        "blocks, session, id, model, duration (subtracted from an arrival that is the time of the end)",
     )
     parser.add_argument(
         "--run",

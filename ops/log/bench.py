@@ -301,7 +301,7 @@ def _requests(requests: Sequence[Value], whole: Value, format: str) -> RequestLo
         np.array([_at(each, *known.names[q].split("|")).number(0.0, most) for each in requests])
         for q, most in (("arrival", 1e20), ("prompt", MAX_TOKENS), ("output", MAX_TOKENS))
     )
-    return _log(source, arrival / UNITS[known.unit or "s"], prompt, output)
+    return _log(source, arrival / UNITS[known.units.get("arrival", "s")], prompt, output)
 
 
 def _at(value: Value, *paths: str) -> Value:

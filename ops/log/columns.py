@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from inferencegym.errors import short_text
+from inferencegym.errors import DataFormatError, short_text
 from inferencegym.models import PRIORITY_CLASSES
 from ops.log.names import UNITS, plain
 from ops.log.source import MAX_NUMBER, MAX_TOKENS, Source, Value
@@ -23,10 +24,19 @@ from simulator.hardware.tables import FloatArray
 FAILURES: Final = frozenset({"failure", "failed", "fail", "error", "errored", "timeout", "cancelled", "canceled"})
 _NOTHING: Final = frozenset({"", "0", "none", "null", "nan", "false", "{}", "[]"})
 _HTTP_ERROR: Final = re.compile(r"[4-9][0-9][0-9](?:\.0*)?")
+_THOUSANDS: Final = re.compile(r"[0-9]{1,3}(,[0-9]{3})+([.][0-9]*)?")
 _WEB_SERVER_TIME: Final = "%d/%b/%Y:%H:%M:%S %z"
 _UNIT_SUFFIX: Final = re.compile(r"(?:_|\()(s|sec|seconds|ms|us|ns)\)?$")
 _EPOCHS: Final = ((1e8, "s"), (1e11, "ms"), (1e14, "us"), (1e17, "ns"))
 """Smallest number that is taken for a time since 1970 in each unit (that of 1973); smaller numbers are seconds."""
+
+
+def is_date(column: pd.Series, name: str) -> bool:
+    """Whether the first cell is a date or a time since 1970, not a small number."""
+    try:
+        return bool((Clock(name=name).seconds(column.dropna().iloc[:1], Source(Path()), name) >= _EPOCHS[0][0]).any())
+    except DataFormatError:
+        return False
 
 
 class Clock:
@@ -94,7 +104,11 @@ def numbers_or_nan(column: pd.Series) -> FloatArray:
     if column.dtype == bool or column.dtype == object:  # JSON: true is no number, integers have any size
         kept = [v if isinstance(v, (float, str)) or (type(v) is int and abs(v) < 1e30) else None for v in column]
         cells = pd.Series(kept, index=column.index, dtype="object")
-    values: FloatArray = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    values: FloatArray = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
+    unread = np.flatnonzero(np.isnan(values))
+    for at, cell in zip(unread, cells.astype("object").to_numpy()[unread], strict=True):
+        if isinstance(cell, str) and _THOUSANDS.fullmatch(cell.strip()):
+            values[at] = float(cell.replace(",", ""))
     return values
 
 

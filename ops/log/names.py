@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +18,11 @@ from ops.log.source import Source, Value
 
 QUANTITIES: Final = (
     *("arrival", "prompt", "output", "class", "priority", "reused", "status", "blocks", "session", "id", "model"),
+    "duration",
 )
 """What a column may hold: a time, token counts, a priority class, a priority that need not be a class, how the request
-ended, block ids, the conversation's id, the request's id, the model."""
+ended, block ids, the conversation's id, the request's id, the model, how long the request took if the time is that of
+its end."""
 REQUIRED: Final = ("arrival", "prompt", "output")
 UNITS: Final = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Units of a time, per second."""
@@ -29,9 +31,15 @@ USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "arrival": (
         *("arrival_s", "arrival_ms", "arrival_us", "arrival_ns", "arrival_time", "arrival_time_s", "arrival_time_ms"),
         *("arrived_at", "arrival", "request_start_time", "request_start_ns", "start_time_s", "start_time_ms"),
-        *("start_time", "started_at", "start", "request_time", "request_timestamp", "timestamp_s", "timestamp_ms"),
+        *("start_time", "started_at", "start", "received_at", "received", "msec", "time_iso8601", "time_local"),
+        *("request_time", "request_time_ms", "request_timestamp", "timestamp_s", "timestamp_ms"),
         *("timestamp_us", "timestamp_ns", "timestamp", "time", "ts", "datetime", "date", "created_at", "created", "t"),
         *("start_time_unix_nano", "request_created_at"),
+    ),
+    "end": ("end_time", "end_time_s", "end_time_ms", "ended_at", "completed_at", "finished_at", "end"),
+    "duration": (
+        *("request_time", "request_time_ms", "latency_ms", "latency_s", "latency", "duration_ms", "duration_s"),
+        *("duration", "response_time_ms", "response_time", "e2e_latency_ms", "e2e_latency", "elapsed_ms", "elapsed"),
     ),
     "prompt": (
         *("prompt_tokens", "input_tokens", "context_tokens", "request_tokens", "num_prompt_tokens", "tokens_prompt"),
@@ -44,7 +52,7 @@ USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("num_generated_tokens", "num_completion_tokens", "num_decode_tokens", "tokens_completion", "tokens_out"),
         *("completion_token_count", "output_token_count", "candidates_token_count", "output_length", "output_len"),
         *("generation_tokens", "completion_length", "osl", "n_generated_tokens", "output", "completion"),
-        *("num_generation_tokens", "eval_count", "n_predicted"),
+        *("num_generation_tokens", "eval_count", "n_predicted", "gen_len", "gen_tokens", "generated_len"),
     ),
     "class": ("class", "class_index"),
     "priority": ("priority",),
@@ -55,7 +63,10 @@ USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "id": ("request_id", "req_id", "id"),
     "model": ("model", "model_name"),
 }
-"""Usual names of each quantity, the most reliable first; case, spaces and punctuation do not count."""
+"""Usual names of each quantity, the most reliable first; case, spaces and punctuation do not count. ``end`` are times
+that tell the arrival together with a duration."""
+ENDS: Final = frozenset(name.replace("_", "") for name in (*USUAL_NAMES["end"], "msec", "time_iso8601", "time_local"))
+"""Names of times that are logged when a request ends; nginx writes the last three."""
 MAX_COLUMNS: Final = 10_000
 """Most columns of a table, or fields of a JSON record, those of nested objects included."""
 MAX_NAME_CHARS: Final = 1_000
@@ -70,15 +81,19 @@ ROWS_CHARS: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Column name of each quantity in a file, and the unit of its times (None: told by their magnitude)."""
+    """Column name of each quantity in a file, and the units of its times (none: told by their magnitude).
+
+    ``times`` are the columns that may be the arrival by their names, the most reliable first; none if one was given.
+    """
 
     names: Mapping[str, str]
-    unit: str | None = None
+    units: Mapping[str, str] = field(default_factory=dict)
+    times: tuple[str, ...] = ()
 
     def present(self, there: Sequence[str]) -> Columns:
         """Columns that are present; of names separated by ``|``, the first that is present."""
         found = {q: next((name for name in names.split("|") if name in there), "") for q, names in self.names.items()}
-        return Columns({quantity: name for quantity, name in found.items() if name}, self.unit)
+        return Columns({quantity: name for quantity, name in found.items() if name}, self.units)
 
     def describe(self, times: str) -> dict[str, str]:
         """Names of the columns, and how ``times`` were read."""
@@ -89,7 +104,7 @@ class Columns:
 def parse_columns(text: str) -> Columns:
     """Columns in the user's words: ``arrival=ts:ms,prompt=in_tok,output=out_tok``, with a time's unit after a colon."""
     names: dict[str, str] = {}
-    unit = None
+    units: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         quantity, equals, name = (piece.strip() for piece in part.partition("="))
         if not equals or not name or quantity not in QUANTITIES:
@@ -99,10 +114,10 @@ def parse_columns(text: str) -> Columns:
                 "columns",
             )
         column, colon, end = name.rpartition(":")
-        if quantity == "arrival" and colon and end in UNITS:
-            name, unit = column, end
+        if quantity in ("arrival", "duration") and colon and end in UNITS:
+            name, units[quantity] = column, end
         names[quantity] = name
-    return Columns(names, unit)
+    return Columns(names, units)
 
 
 def parse_filter(text: str) -> tuple[str, frozenset[str]]:
@@ -127,9 +142,16 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
     for quantity, name in {**names, **asked}.items():
         if name not in there:
             raise source.wrong(f"no column {name!r} for {quantity}; there are {_listed(there)}", name)
+    times: list[str] = []
     for quantity in QUANTITIES:
-        if quantity not in names and (found := _usual(quantity, there)) is not None:
-            names[quantity] = found
+        if quantity not in names and (found := _usual(quantity, there)):
+            names[quantity] = found[0]
+            times = found if quantity == "arrival" else times
+    if "duration" in names and ("arrival" not in names or times):
+        times += _usual("end", there)
+        names.update(arrival=times[0]) if times else None
+    elif given is None or "duration" not in given.names:
+        names.pop("duration", None)
     missing = [q for q in REQUIRED if q not in names]
     if missing and any(_VLLM_LINE.match(name) for name in there):
         raise source.wrong(
@@ -146,7 +168,7 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
             f"no column with a usual name for {' and '.join(missing)}; there are {_listed(there)}; name "
             f"{'it' if len(missing) == 1 else 'them'} with --columns {','.join(f'{q}=COLUMN' for q in missing)}"
         )
-    return Columns(names, given.unit if given is not None else None)
+    return Columns(names, given.units if given is not None else {}, tuple(times))
 
 
 def plain(name: str) -> str:
@@ -154,8 +176,8 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _usual(quantity: str, there: list[str]) -> str | None:
-    """The column with the most reliable usual name; of several, the least nested one."""
+def _usual(quantity: str, there: list[str]) -> list[str]:
+    """Columns with a usual name, the most reliable first; of several, the least nested one."""
     usual = {plain(name): rank for rank, name in enumerate(USUAL_NAMES[quantity])}
     found = []
     for place, name in enumerate(there):
@@ -166,7 +188,7 @@ def _usual(quantity: str, there: list[str]) -> str | None:
     if quantity in ("status", "id", "model", "priority"):  # nested fields of these names describe something else
         found = [f for f in found if f[0] == 0]
     # Rank comes first: `usage.prompt_tokens` is more reliable than a top-level `prompt`, which may be text.
-    return min(found, key=lambda f: (f[1], f[0], f[2]))[3] if found else None
+    return [f[3] for f in sorted(found, key=lambda f: (f[1], f[0], f[2]))]
 
 
 def _listed(names: list[str]) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,15 +22,17 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, short_text
-from ops.log.columns import CLASSES, Clock, classes, classes_or_nan, failed, numbers_or_nan, tokens
+from ops.log.columns import CLASSES, Clock, classes, classes_or_nan, failed, is_date, numbers_or_nan, tokens
 from ops.log.formats import FORMATS, NAMES, TABLE, Format, format_of
 from ops.log.names import (
+    ENDS,
     Columns,
     check_names,
     csv_header,
     find_columns,
     parse_columns,
     parse_filter,
+    plain,
     table_format,
 )
 from ops.log.source import SKIP_HINT, Source, Value
@@ -53,6 +55,12 @@ TELLING_GAP_S: Final = {True: 2.0, False: 60.0}
 """Mean time between requests (s) above which numbers without a unit may be ms, by whether all are whole."""
 LEAST_TELLING: Final = 10
 """Fewest requests whose times may ask for a unit."""
+FIRST_DATE_S: Final = 1e8
+"""Smallest time that counts from 1970 (s); smaller ones count from the log's beginning, or are durations."""
+LEAST_ORDER: Final = 0.5
+"""Smallest rank correlation with the order of the file, rising or falling, of numbers that may be arrivals."""
+MAX_USUAL_S: Final = 100.0
+"""Longest median duration (s) that is believed without a unit."""
 _BAD_SHOWN: Final = 5
 _RECORDS_SEEN: Final = 100
 """Records searched for columns: not every record has all fields."""
@@ -128,7 +136,7 @@ def import_log(
     given = parse_columns(columns) if columns is not None else None
     with source.reading():
         try:
-            table = _open_log(source, format, given)
+            table = _with_arrival(source, _open_log(source, format, given))
             rows, blocks = _collect(source, table, limit)
         except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
             line = re.search(r"(?:line|row) (\d+)", str(error))
@@ -158,7 +166,7 @@ class _Table:
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
-        self.clock = Clock(self.columns.unit, self.columns.names["arrival"])
+        self.clock = Clock(self.columns.units.get("arrival"), self.columns.names["arrival"])
 
 
 def _open_log(source: Source, format: str, given: Columns | None) -> _Table:
@@ -178,7 +186,8 @@ def _open_log(source: Source, format: str, given: Columns | None) -> _Table:
 
 def _wanted(source: Source, columns: Columns) -> list[str]:
     """Names of the columns to read."""
-    return list(dict.fromkeys([*columns.names.values(), *([] if source.only is None else [source.only[0]])]))
+    filtered = [] if source.only is None else [source.only[0]]
+    return list(dict.fromkeys([*columns.names.values(), *columns.times, *filtered]))
 
 
 def _csv(source: Source, format: str, given: Columns | None) -> _Table:
@@ -323,6 +332,28 @@ def _flat(source: Source, record: Mapping[str, Any], before: str = "", depth: in
 # ---------------------------------------------------------------- from frames to a log
 
 
+def _with_arrival(source: Source, table: _Table) -> _Table:
+    """The table with the arrival chosen by its cells: a date before a small number, which may be a duration.
+
+    A duration is subtracted from the time of the end, and counts for nothing beside another time.
+    """
+    names, times = dict(table.columns.names), table.columns.times
+    if not times:
+        return table
+    first = next(table.frames, pd.DataFrame(columns=list(times)))
+    names["arrival"] = next((name for name in times if is_date(first[name], name)), times[0])
+    arrival = names["arrival"]
+    ended = plain(arrival.rpartition(".")[2]) in ENDS
+    if not ended or names.get("duration") == arrival:
+        names.pop("duration", None)
+    if ended:
+        taken = f"arrivals are {arrival} minus {names.get('duration')}"
+        late = "no column tells how long it took, so arrivals are late by that"
+        why = taken if "duration" in names else late
+        source.notes.append(f"{arrival} is logged when a request ends: {why}")
+    return _Table(table.format, replace(table.columns, names=names), chain([first], table.frames))
+
+
 def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataFrame, list[tuple[Any, ...]]]:
     """Requests that count, in the order of the file, and the block ids of each prompt if the log has them."""
     pieces: list[pd.DataFrame] = []
@@ -357,6 +388,7 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
         there = short_text(", ".join(f"{name}: {n:,}" for name, n in others.most_common(5)), 200) or "none"
         column, values = source.only
         raise source.wrong(f"holds no requests with {column}={','.join(sorted(values))}; values there: {there}")
+    _refuse_durations(source, table, rows)
     _refuse_unknown_unit(source, table, rows)
     if len(models) > 1 and (source.only is None or source.only[0] != table.columns.names["model"]):
         listed = ", ".join(f"{name}: {n:,}" for name, n in models.most_common(5))
@@ -368,6 +400,7 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
         )
     source.model = next(iter(models)) if len(models) == 1 else None
     rows, blocks = _without_duplicates(source, table, rows, blocks)
+    _note_oddities(source, table, rows)
     return _with_outputs(source, _with_classes(source, table, rows)), blocks
 
 
@@ -395,6 +428,40 @@ def _note_bad(source: Source) -> None:
         shown = list(source.bad.values())[:_BAD_SHOWN]
         more = f"; and {len(source.bad) - len(shown):,} more" if len(source.bad) > len(shown) else ""
         source.notes.append(f"rows that cannot be read are left out: {'; '.join(shown)}{more}")
+
+
+def _note_oddities(source: Source, table: _Table, rows: pd.DataFrame) -> None:
+    """Say that all requests share a time, or that some have no output although nothing says that they failed."""
+    names = table.columns.names
+    if len(rows) >= LEAST_TELLING and rows["arrival"].nunique() == 1:
+        source.notes.append(
+            f"all {len(rows):,} requests have the same {names['arrival']}: they arrive at once, and the log tells no "
+            "rate; take a log with the time of each request"
+        )
+    if n := int((rows["unanswered"] & rows["output"].notna()).sum()):
+        source.notes.append(
+            f"{n:,} of the requests have 0 {names['output']} and are not marked as failed; each counts with 1 token "
+            "(--columns status=COLUMN tells which failed)"
+        )
+
+
+def _refuse_durations(source: Source, table: _Table, rows: pd.DataFrame) -> None:
+    """Refuse small numbers in no order as arrivals, unless the user named them, and durations of unlikely length."""
+    name, times = table.columns.names["arrival"], rows["arrival"]
+    if table.columns.times and len(rows) >= LEAST_TELLING and times.max() < FIRST_DATE_S and times.nunique() > 1:
+        order = np.corrcoef(times.rank().to_numpy(), np.arange(len(times)))[0, 1]
+        if abs(order) < LEAST_ORDER and not plain(name).startswith("arriv"):
+            raise source.wrong(
+                f"{name} holds numbers from {times.min():g} to {times.max():g} in no order, which may be how long "
+                f"requests took: name the column of the arrival, --columns arrival=COLUMN (arrival={name} if it is it)",
+                name,
+            )
+    took, median = table.columns.names.get("duration"), rows["duration"].median()
+    if took is not None and median > MAX_USUAL_S and Clock(table.columns.units.get("duration"), took).form == "":
+        raise source.wrong(
+            f"{took} has no unit, and its median is {median:g}: name it, --columns arrival={name},duration={took}:ms",
+            took,
+        )
 
 
 def _refuse_unknown_unit(source: Source, table: _Table, rows: pd.DataFrame) -> None:
@@ -478,10 +545,16 @@ def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFram
     reused = np.zeros(len(raw))
     if "reused" in names:
         reused = tokens(raw[names["reused"]].fillna(0), source, names["reused"])
+    took: FloatArray | float = 0.0
+    if "duration" in names:
+        name = names["duration"]
+        took = Clock(table.columns.units.get("duration"), name).seconds(raw[name], source, name)
     frame = pd.DataFrame(
         {
-            "arrival": table.clock.seconds(raw[names["arrival"]], source, names["arrival"]),
+            "arrival": table.clock.seconds(raw[names["arrival"]], source, names["arrival"]) - took,
+            "duration": took,
             "prompt": prompt,
+            "unanswered": output < 1,
             "output": np.where(lost, np.nan, np.maximum(1.0, output)),
             "class": _classes_of(source, names, raw),
             "reused": np.minimum(reused, prompt),

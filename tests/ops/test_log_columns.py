@@ -441,6 +441,71 @@ def test_a_priority_column_is_used_if_its_cells_are_classes_and_said_to_be_ignor
         priorities(tmp_path / "log.csv", ["high", "low", "low"], columns="class=priority")
 
 
+def nginx_row(i: int, ended_s: float, took: float) -> dict[str, Any]:
+    ended = START + timedelta(seconds=ended_s)
+    return {
+        "time_local": ended.strftime("%d/%b/%Y:%H:%M:%S +0000"),
+        "time_iso8601": ended.isoformat(),
+        "msec": f"{ended.timestamp():.3f}",
+        "request_time": f"{took:.3f}",
+        "status": "200",
+        "prompt_tokens": 100 + i,
+        "completion_tokens": 10,
+    }
+
+
+def finished(n: int = 40) -> list[dict[str, Any]]:
+    """Rows as nginx writes them, in order of the end, of requests that arrive once a second."""
+    took = np.random.default_rng(0).uniform(0.5, 9.0, n).round(3).tolist()
+    rows = [nginx_row(i, i + s, s) for i, s in enumerate(took)]
+    return sorted(rows, key=lambda row: row["msec"])
+
+
+@pytest.mark.parametrize("column", ["msec", "time_iso8601", "time_local"])
+def test_an_nginx_log_tells_arrivals_by_its_times_minus_the_time_taken(tmp_path: Path, column: str) -> None:
+    others = {"msec", "time_iso8601", "time_local"} - {column}
+    rows = [{k: v for k, v in row.items() if k not in others} for row in finished()]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    imported = import_log(tmp_path / "log.jsonl")
+    assert imported.log.prompt_tokens.tolist() == pytest.approx(range(100, 140), abs=2)
+    np.testing.assert_allclose(np.diff(imported.log.arrival_s), 1.0, atol=0.01 if column != "time_local" else 1.0)
+    assert imported.columns["duration"] == "request_time"
+    assert imported.notes == [f"{column} is logged when a request ends: arrivals are {column} minus request_time"]
+
+
+def test_a_time_of_the_end_tells_arrivals_with_a_latency_in_its_unit(tmp_path: Path) -> None:
+    rows = [
+        {"end_time": 1.7e9 + i + 2.5, "latency": 2500.0, "prompt_len": 10 * i + 10, "gen_len": 5} for i in range(20)
+    ]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    with pytest.raises(DataFormatError, match="latency has no unit, and its median is 2500: name it"):
+        import_log(tmp_path / "log.jsonl")
+    imported = import_log(tmp_path / "log.jsonl", columns="arrival=end_time,duration=latency:ms")
+    np.testing.assert_allclose(imported.log.arrival_s, np.arange(20.0), atol=1e-5)
+    (tmp_path / "log.jsonl").write_text(lines([{"start_time": row["end_time"] - 2.5, **row} for row in rows]))
+    assert import_log(tmp_path / "log.jsonl").columns["arrival"] == "start_time (epoch s)"
+
+
+def test_durations_are_never_taken_for_arrivals(tmp_path: Path) -> None:
+    took = np.random.default_rng(0).uniform(0.5, 9.0, 40).round(3).tolist()
+    with pytest.raises(DataFormatError, match=r"time holds numbers from .* in no order, which may be how long"):
+        import_log(spaced(tmp_path / "log.csv", took, "time"))
+    assert len(import_log(tmp_path / "log.csv", columns="arrival=time:s").log.arrival_s) == 40
+    rows = [{"time": s, "received": 1.7e9 + i, "input": 100, "output": 10} for i, s in enumerate(took)]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    imported = import_log(tmp_path / "log.jsonl")
+    assert imported.columns["arrival"] == "received (epoch s)"
+    assert imported.log.arrival_s[-1] == 39.0
+
+
+def test_one_time_for_all_and_empty_answers_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("ts,input,output\n" + '1700000000,"2,329",7\n' * 18 + "1700000000,5,0\n" * 2)
+    imported = import_log(tmp_path / "log.csv")
+    assert imported.log.prompt_tokens[0] == 2329
+    assert imported.notes[0].startswith("all 20 requests have the same ts: they arrive at once")
+    assert imported.notes[1].startswith("2 of the requests have 0 output and are not marked as failed; each counts")
+
+
 def spaced(path: Path, times: list[float], name: str = "t") -> Path:
     path.write_text(f"{name},input,output\n" + "".join(f"{t:g},100,10\n" for t in times))
     return path
