@@ -2,7 +2,9 @@
 
 export function read() {
   const [tab, query = ""] = location.hash.slice(1).split("?");
-  return { tab, params: new URLSearchParams(query) };
+  const params = new URLSearchParams(query), beat = new URLSearchParams(location.search).get("beat");
+  if (params.has("you") && !params.has("beat") && beat) params.set("beat", beat);
+  return { tab, params };
 }
 
 /** Change the address without a new entry in the browser's history. */
@@ -10,11 +12,11 @@ export function write(tab, params = {}) {
   history.replaceState(null, "", link(tab, params));
 }
 
-/** An address of the page. A score to beat also goes before the `#`, because the server writes it into link previews. */
-export function link(tab, params = {}) {
+/** An address of the page. A score to beat goes before the `#`, because the server writes it into link previews. */
+export function link(tab, { beat, ...params } = {}) {
   const query = new URLSearchParams(params).toString(), search = new URLSearchParams(location.search);
   search.delete("beat");
-  if (params.beat) search.set("beat", params.beat);
+  if (beat) search.set("beat", beat);
   return `${location.pathname}${search.size ? `?${search}` : ""}#${tab}${query ? `?${query}` : ""}`;
 }
 

@@ -128,12 +128,10 @@ export class TimeChart {
       const wide = ctx.measureText(label).width, base = y > top + 16 * ratio ? y - 5 * ratio : y + 14 * ratio;
       const right = atStart ? left + wide + 4 * ratio : left + width - 4 * ratio;
       ctx.textAlign = "right";
-      // A series may run through the label: its letters have a rim of the card's colour.
-      ctx.save();
-      Object.assign(ctx, { strokeStyle: colour("card"), lineWidth: 3 * ratio, lineJoin: "round" });
-      ctx.setLineDash([]);
-      ctx.strokeText(label, right, base);
-      ctx.restore();
+      // A series may run through the label: it stands on the card's colour.
+      ctx.fillStyle = colour("card");
+      ctx.fillRect(right - wide - 3 * ratio, base - 10 * ratio, wide + 6 * ratio, 13 * ratio);
+      ctx.fillStyle = colour("limit");
       ctx.fillText(label, right, base);
     }
     for (const { x, label } of this.marks) {

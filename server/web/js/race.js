@@ -9,7 +9,7 @@ import { compact, mean, percent, score as shownScore, sum, words } from "./forma
 import { Knobs, hints, knobsOf } from "./knobs.js";
 import { handed, keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
-import { costOf, explained, mostLost, placeOf, scoreBoard, summed } from "./score.js";
+import { costOf, explained, mostLost, placeOf, rewarded, scoreBoard, summed } from "./score.js";
 import { Strip, bare, shown } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
@@ -30,6 +30,7 @@ const GAIN = 0.005; // in score: advice that gains less is not given
 const HINT_GAIN = 0.001; // the same for hints during the race, of which a few add up
 const NEAR_LIMIT = 0.98; // of the memory limit: above it, there is a tip about memory
 const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
+const NO_MOVE = "Of the single moves that the server tried, none gains now.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
 const HELD_S = 20; // actions that stay so long are sent once: a request more takes less time than to send them every second
 const KEPT = "race"; // in the session storage: the run that a reload shows again
@@ -55,7 +56,9 @@ class Race {
     this.knobs = new Knobs(info.action.properties);
     this.knobs.node.addEventListener("input", () => {
       this.taught = true;
-      this.hinted = this.advised = null; // a hint that was followed goes
+      this.advised = null;
+      this.settled = false;
+      if (!this.follows()) this.hinted = null; // a hint that was followed to its end goes
       if (this.phase === "running" || this.phase === "paused") this.coach();
       this.startsAs = "Your sliders are where you left them.";
       if (this.phase === "idle" && this.rows) this.tellScores();
@@ -68,14 +71,14 @@ class Race {
     this.who = el("details", { hidden: true }); // until the players are there
     this.places = el("section", { class: "places", "aria-label": "All scores" });
     this.leftOut = el("p", { class: "note" });
-    this.lanes = el("p", { class: "note" });
     this.defaultsButton = el("button", { type: "button", class: "quiet", text: "vLLM's defaults", on: { click: () => this.useDefaults() } });
-    this.decisions = el("div", { hidden: true }, el("h2", { text: "Decisions" }), this.lanes, this.strips);
+    this.decisions = el("div", { hidden: true }, el("h2", { text: "Decisions" }), el("p", { class: "note", text: "One column per second; stronger colour is a higher setting." }), this.strips);
     this.readings = el("dl", { class: "readings" });
     this.node = el("div", { class: "race" },
       this.duel,
-      el("aside", { class: "side" }, this.knobs.node, this.defaultsButton, this.readings),
-      el("div", { class: "stage" }, this.places, this.controls, this.story, el("details", {}, el("summary", { text: "How the score is computed" }), this.formula), this.legend, this.who, this.leftOut, this.board,
+      el("aside", { class: "side" }, this.knobs.node, this.defaultsButton),
+      this.readings,
+      el("div", { class: "stage" }, this.places, this.controls, this.fixed, this.story, el("details", {}, el("summary", { text: "How the score is computed" }), this.formula), this.legend, this.who, this.leftOut, this.board,
         this.decisions));
     addEventListener("pagehide", () => this.keep());
   }
@@ -115,6 +118,7 @@ class Race {
     } } });
     this.speedSelect = select(SPEEDS, 5, (value) => { this.speed = this.ownSpeed = Number(value); });
     this.story = el("p", { class: "story" });
+    this.fixed = el("p", { class: "note", hidden: true, text: "Task and seed stay as they are until the race is over, or you press Start over." });
     this.formula = el("p", { class: "note" });
     this.controls = el("div", { class: "controls" },
       field("Task", this.taskSelect), el("div", { class: "pair" }, field("Seed", this.seedInput), this.daily, this.dice), field("Speed", this.speedSelect));
@@ -211,13 +215,13 @@ class Race {
       if (!this.defaults) {
         const vllm = base.key === "vllm_defaults", { action } = base === goal ? episode : await brief(base);
         if (generation !== this.generation) return;
-        this.defaults = { action: first(action), text: vllm ? "Your sliders are at vLLM's defaults." : `Your sliders are where ${base.called} starts${this.asksFor(action)}.` };
+        this.defaults = { action: first(action), text: vllm ? "Your sliders are at the defaults of vLLM, an LLM server." : `Your sliders are where ${base.called} starts${this.asksFor(action)}.` };
         this.defaultsButton.textContent = vllm ? "vLLM's defaults" : `Where ${base.called} starts`;
         this.defaultsButton.disabled = false;
         this.useDefaults();
       }
       this.hidden.delete(this.target.key);
-      this.scale = "Scores go from 0 to 1.";
+      this.scale = `Scores from 0 to 1 reward service that is ${rewarded(episode.breakdown)}.`;
       this.showTarget();
       // The race can start; the players' whole episodes follow, one after the other: a slow connection has room for the race.
       this.loaded = inTurn(everyone, play);
@@ -236,7 +240,7 @@ class Race {
       this.setting = rivals.find(({ key }) => key === "best_static")?.episode.action;
       this.isConstant = !task.static && this.lanesOf.every((name) => new Set(this.best.episode.action[name]).size === 1);
       if (this.isConstant) this.introduction = `${this.introduction.replace(MOVE_REPLICAS, "")} ${this.constantly()}`;
-      this.scale += ` The best policy here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.${this.best.episode.score > episode.score + GAIN ? "" : " There is little to win: other tasks have more."}`;
+      this.scale += ` Programs race too. The best policy here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.${this.best.episode.score > episode.score + GAIN ? "" : " There is little to win: other tasks have more."}`;
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
       this.buildBoard();
@@ -313,7 +317,7 @@ class Race {
     const { floods: known } = this.task;
     const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : this.task.max_replicas ? `${MOVE_REPLICAS} Late requests can cost the whole score.` : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
     const replicas = this.task.n_replicas, untouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
-    const scores = untouched ? `If you touch nothing, you score this on ${traffic}.` : `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.`;
+    const scores = untouched ? `Touch nothing and you score ${shownScore(episode.score)} on ${traffic}.` : `${called[0].toUpperCase()}${called.slice(1)} ${this.shared ? "scored" : "scores"} this on ${traffic}.`;
     this.introduction = `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}${this.task.max_replicas ? " at first" : ""}. ${scores} ${kind}${bands}`;
     const row = (player) => {
       const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
@@ -335,15 +339,14 @@ class Race {
 
   /** What the run of a link decides, second by second. */
   sharedStrip() {
-    const strip = new Strip(`${SHARED.label}'s sliders`, SHARED.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas);
+    const strip = new Strip(`${SHARED.label}'s sliders`, SHARED.colour, this.lanes(), this.length, this.tiers, this.task.max_replicas);
     strip.set(columnsOf(Array.from({ length: this.length }, (_, i) => this.shared[i] ?? this.shared.at(-1))), this.length);
-    strip.node.append(el("small", { text: `From the top: ${this.laneNames()}.` }));
     return strip.node;
   }
 
-  /** The sliders of the lanes in a strip. */
-  laneNames() {
-    return this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
+  /** The lanes of a strip: sliders and their titles. */
+  lanes() {
+    return this.lanesOf.map((name) => [name, this.knobs.title(name)]);
   }
 
   buildBoard() {
@@ -362,12 +365,11 @@ class Race {
       cost: new TimeChart({ title: "Cost so far", unit: "% of the budget", series: players, sync, limits: [{ value: 100, label: "budget" }] }),
     };
     fill(this.board, ...Object.values(this.charts).map((chart) => chart.figure));
-    this.stripOf = new Map(players.map((player) => [player.key, new Strip(player.label, player.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas)]));
+    this.stripOf = new Map(players.map((player) => [player.key, new Strip(player.label, player.colour, this.lanes(), this.length, this.tiers, this.task.max_replicas)]));
     fill(this.strips, ...[...this.stripOf.values()].map((strip) => strip.node));
     this.who.hidden = false;
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.filter(({ title }) => title).flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...players.map((player) => this.legendEntry(player)), floods(this.phases).length ? el("span", { class: "chip flood", text: "flood" }) : null);
-    this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${this.laneNames()}.`;
     this.hide();
     this.board.classList.remove("stale");
     this.built = this.generation;
@@ -445,7 +447,7 @@ class Race {
     const trend = (name) => (!before || Math.abs(parts[name] - before[name]) < 0.005 ? "" : parts[name] > before[name] ? " ↑" : " ↓");
     // A server on the same machine is a little late too, so only a half counts as slow.
     const slow = this.phase === "running" && this.speed <= FOLLOWED && this.pace < this.speed / 2 ? `Running at ${compact(this.pace, 2)}×: the server or the connection allows no more. ` : "";
-    this.parts.textContent = parts ? `${slow}So far: ` + Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}${trend(name)}`).join(" · ") : this.scale;
+    this.parts.textContent = parts ? `${slow}So far: ` + Object.entries(parts).map(([name, value]) => `${words(name)} ${shownScore(value)}${trend(name)}`).join(" · ") : this.scale;
     const [you, other] = scores, by = Math.abs(you - other);
     if (Number.isNaN(by)) this.lead.textContent = this.startsAs;
     else this.lead.textContent = by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > other ? "ahead" : "behind"}.`;
@@ -473,7 +475,7 @@ class Race {
     }
     const worst = this.overloads().at(-1), on = worst?.to === played, tip = this.hinted ?? (on && !this.lost && this.relief());
     this.knobs.point(tip?.name);
-    const advice = on && this.lost ? "From here even the best policy ends at 0: press Start over." : tip?.text ?? this.memoryTip();
+    const advice = on && this.lost ? "From here even the best policy ends at 0: press Start over." : tip?.text ?? (this.memoryTip() || (this.settled ? NO_MOVE : ""));
     if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
     else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
     else {
@@ -521,6 +523,13 @@ class Race {
     return found.map(({ from, to }) => ({ from, to, late: mean(late.slice(from, to)), cost: costs(sum(violations.slice(from, to))) }));
   }
 
+  /** Whether the hint's slider is on its way, and not there yet. */
+  follows() {
+    if (!this.hinted) return false;
+    const { name, value, from } = this.hinted, now = this.knobs.action();
+    return (value - now[name]) * (now[name] - from[name]) > 0 && Object.keys(now).every((other) => other === name || now[other] === from[other]);
+  }
+
   /** Ask the server for a hint: the move to make now. */
   async seek() {
     const { mine, generation } = this, action = this.knobs.action(), asked = JSON.stringify(action);
@@ -529,12 +538,13 @@ class Race {
     const found = await this.bestNow(action, played, held).catch(() => undefined); // what cannot be checked is not advised
     this.seeking = false;
     if (generation !== this.generation || mine !== this.mine || asked !== JSON.stringify(this.knobs.action())) return;
+    this.settled = found === null;
     const text = found && this.withValue(found);
-    if (text !== this.hinted?.text) this.hinted = found && { ...found, text, freshUntil: played.length + held };
+    if (text !== this.hinted?.text) this.hinted = found && { ...found, text, from: action, freshUntil: played.length + held };
   }
 
   /**
-   * The move that gains most by the end of the episode, at once and after `held` seconds too; undefined if none does. In tasks that
+   * The move that gains most by the end of the episode, at once and after `held` seconds too; null if none does. In tasks that
    * scale, it is compared with none until the next hint can be followed, and both go on as the best policy, so that replicas which are
    * removed for a lull come back.
    */
@@ -546,7 +556,7 @@ class Race {
     const run = (setting, from) => plan.map((planned, i) => (i >= until ? planned : i < from ? action : setting));
     const [least, ...scores] = await this.scoresOf([run(stay, 0), ...[0, held].flatMap((from) => moved.map((setting) => run(setting, from)))], before);
     this.lost = this.task.max_replicas && Math.max(least, ...scores) < LEAST;
-    return bestMove(moves, moves.map((_, i) => Math.min(scores[i], scores[moves.length + i])), least, HINT_GAIN);
+    return bestMove(moves, moves.map((_, i) => Math.min(scores[i], scores[moves.length + i])), least, HINT_GAIN) ?? null;
   }
 
   /** Moves of one slider: towards the best constant setting and what is `planned`, and in tasks that scale to a few replicas more or fewer. */
@@ -597,7 +607,9 @@ class Race {
     this.startButton.textContent = { idle: this.startButton.disabled && !this.trouble.firstChild ? "Loading the race …" : "Start the race", running: this.mine.reward.length ? "Pause" : "Starting …", paused: this.waiting ? "Try now" : "Resume", over: "Race again" }[this.phase];
     this.againButton.hidden = this.phase === "idle" || this.phase === "over";
     // A race is thrown away by "Start over" alone.
-    for (const control of [this.taskSelect, this.seedInput, this.daily, this.dice]) control.disabled = this.phase === "running" || this.phase === "paused";
+    const on = this.phase === "running" || this.phase === "paused";
+    this.fixed.hidden = !on;
+    for (const control of [this.taskSelect, this.seedInput, this.daily, this.dice]) control.disabled = on;
   }
 
   /** Called when another tab is opened: the race waits. */
@@ -616,7 +628,7 @@ class Race {
       const begun = await post("reset", { task_id: this.task.id, seed: this.seed });
       if (generation !== this.generation) return;
       this.mine = newRun(begun);
-      this.lost = false;
+      this.lost = this.settled = false;
       this.draw();
       announce(`The race has started. ${this.goal.textContent}.`);
       await this.run(generation);
@@ -637,7 +649,11 @@ class Race {
       while (this.phase === "running" && generation === this.generation && this.mine.reward.length < this.length) {
         await this.second();
         if (generation !== this.generation) return;
-        if (this.mine.reward.length === 1) this.updateButtons();
+        if (this.mine.reward.length === 1) {
+          this.updateButtons();
+          this.draw();
+          if (matchMedia("(max-width: 560px)").matches) this.node.scrollIntoView(); // a phone has no room for the tabs
+        }
         if (await this.teaches()) {
           this.phase = "paused";
           break;
@@ -766,8 +782,12 @@ class Race {
     const verdict = score === toBeat ? `Level with ${called}.` : won ? `You beat ${called} (${toBeat}).` : `Not yet: ${called} has ${toBeat}.`;
     const next = places.findLast((rival) => rival.score > grade.score && rival.key !== "shared");
     const url = new URL(address.link("race", params), location.href).href;
-    const share = Number(score) === 0 ? null : el("button", { type: "button", text: "Challenge a friend" });
-    share?.addEventListener("click", () => copy(`I scored ${score} at running an LLM fleet, against the ${toBeat} of ${this.shared ? "my challenger" : called}. In time: ${this.squares()}\nBeat me on the same traffic: ${url}`, share));
+    const share = el("button", { type: "button", text: "Challenge a friend" }), copied = el("small", { class: "copied", hidden: true });
+    share.addEventListener("click", () => {
+      copied.textContent = `I scored ${score} at running an LLM fleet, against the ${toBeat} of ${this.shared ? "my challenger" : called}.\n${this.squares()} (a tenth of the race each; 🟩 at least 90% in time, 🟥 half or more late)\nBeat me on the same traffic: ${url}`;
+      copied.hidden = false;
+      copy(copied.textContent, share);
+    });
     const onward = won && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.called}, ${shownScore(next.score)}`, on: { click: () => this.raceAgainst(next.key) } }) : null;
     const advice = el("p");
     this.advise(grade).then((text) => text && fill(advice, el("strong", { text: "Next time: " }), text), () => {}); // what cannot be checked is not advised
@@ -775,7 +795,7 @@ class Race {
     fill(this.result,
       el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
       el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${this.why(grade)}${this.isConstant && grade.score <= this.best.episode.score ? this.constantly() : ""}` }), advice);
-    fill(this.onward, share, onward);
+    fill(this.onward, share, onward, copied);
     fill(this.places, scoreBoard(places), el("div", { class: "buttons" },
       el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${this.task.id}-seed-${this.seed}.json`, log) } }),
       el("button", { type: "button", text: "Verify it", on: { click: () => verify(log) } })));

@@ -16,8 +16,13 @@ const PARTS = {
   gpus: "how few replicas were paid",
   churn: "how seldom replicas were added or removed",
 };
+const REWARDED = { throughput: "fast", slo: "on time", cost: "cheap", stability: "steady", ttft: "quick to begin", memory: "within memory", gpus: "with few replicas", churn: "seldom rescaled" };
 const BELOW = ["autoscaling", "objectives_memory"]; // grades whose part for violations goes below 0
 const partsOf = (breakdown) => Object.keys(breakdown).filter((part) => part in PARTS);
+
+/** What a score with these parts rewards, in a few words. */
+export const rewarded = (breakdown) => partsOf(breakdown).map((part) => REWARDED[part]).join(", ");
+
 /** The parts of a score in words, with their weights where they differ. */
 export const explained = (breakdown, { weights = [], kind }) => partsOf(breakdown).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}${part === "slo" && BELOW.includes(kind) ? ", down to −1 if many were late" : ""}`).join("; ");
 
@@ -40,7 +45,7 @@ function weightsOf(breakdown, { weights }) {
 }
 
 /** Why a score is 0: its parts, weighed. */
-export const summed = (breakdown, grade) => `The score is 0 because its parts, weighed, add up to no more: ${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part])} (${percent(weight)} of ${compact(breakdown[part])})`.replaceAll("-", "−")).join(", ")}.`;
+export const summed = (breakdown, grade) => `The score is 0 because its parts, weighed, add up to no more: ${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part])} (${percent(weight)} of ${score(breakdown[part])})`.replaceAll("-", "−")).join(", ")}.`;
 
 /** The part on which a run lost most to a better one, as `part` and, in words, `text`; undefined if it lost on none. */
 export function mostLost(mine, theirs, task) {

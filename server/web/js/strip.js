@@ -4,7 +4,7 @@ import { colour } from "./charts.js";
 import { el } from "./dom.js";
 import { changes } from "./format.js";
 
-const LANE = 9;
+const LANE = 12; // as high as its title
 const GAP = 2;
 
 /** Position of a knob's value within its range, 0 to 1. */
@@ -18,13 +18,14 @@ export const LEVELS = {
 };
 
 export class Strip {
-  /** `tiers` are the precisions' names, `mostReplicas` the largest fleet of a task that scales. */
-  constructor(label, ink, lanes, length, tiers, mostReplicas) {
-    Object.assign(this, { label, ink, lanes, length, tiers, mostReplicas });
+  /** `titled` are names of knobs with their titles, `tiers` the precisions' names, `mostReplicas` the largest fleet of a task that scales. */
+  constructor(label, ink, titled, length, tiers, mostReplicas) {
+    Object.assign(this, { label, ink, lanes: titled.map(([name]) => name), length, tiers, mostReplicas });
     this.canvas = el("canvas", { role: "img" });
     this.now = el("span", { class: "readout" });
     this.node = el("div", { class: "strip" },
-      el("div", { class: "strip-head" }, el("span", { class: `chip ink-${ink}`, text: label }), this.now), this.canvas);
+      el("div", { class: "strip-head" }, el("span", { class: `chip ink-${ink}`, text: label }), this.now),
+      el("div", { class: "lanes" }, el("div", { "aria-hidden": "true" }, ...titled.map(([, title]) => el("span", { text: title }))), this.canvas));
     this.columns = null;
     this.until = 0;
     this.watcher = new ResizeObserver(() => this.draw());
