@@ -109,12 +109,12 @@ def run(args: argparse.Namespace) -> int:
     from cli.figures import check_table, export_path, print_report, progress_line, write_export, write_table
     from inferencegym.errors import InvalidConfigError, short_repr
     from inferencegym.files import require_matplotlib, require_writable
-    from ops.export import engine_files
+    from ops.export import chosen_file, engine_files
     from ops.objectives import parse_objective
     from ops.plan import MAX_GPUS, make_plan, registered_tables, tables_of_files
     from ops.prices import load_prices
     from ops.report import plan_figure, plan_report, write_page, write_picture
-    from simulator.hardware.catalogue import models, usual_name
+    from simulator.hardware.catalogue import models, precisions_named, usual_name
 
     if args.sessions:
         return _plan_sessions(args)
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
             prices=prices,
             share_met=args.share_met,
             windows_met=args.windows_met,
-            precisions=names(args.quant),
+            precisions=names(args.quant) or precisions_named(args.model),
             drafts=args.drafts,
             disagg=not args.no_disagg,
             kv_cache_fp8=args.kv_cache_dtype == "fp8",
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         write_table(_frame(report), args.out)
     if args.export and first is not None:
-        write_export(export_file, files[args.export])
+        write_export(export_file, chosen_file(files, args.export))
     return 0 if report.plans else 1
 
 

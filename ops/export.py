@@ -26,7 +26,7 @@ comment states the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ from inferencegym.models import SPEC_LENGTHS
 from ops.capacity import PolicyOutcome
 from ops.plan import Plan, PlanReport, action_of
 from ops.shadow import ShadowReport
-from simulator.hardware.catalogue import usual_name
+from simulator.hardware.catalogue import precision_named, usual_name, without_precision
 from simulator.hardware.engine_times import TIER
 from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables
@@ -72,6 +72,10 @@ _QUANTIZATION: Final = {
 }
 _DTYPE: Final = {"FP16": "float16", "BF16": "bfloat16"}
 _CHECKPOINT: Final = {"INT8": "W8A8", "INT4": "W4A16", "FP8": "FP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
+_OWN_CHECKPOINT: Final = ("INT8", "INT4", "NVFP4")
+"""Precisions that need another checkpoint than the model's own."""
+_CHART_ROUTERS: Final = {"round-robin": "roundrobin", "prefix-affinity": "prefixaware"}
+"""``routingLogic`` of vLLM's production-stack chart for a planned router."""
 MOST_MEMORY: Final = 0.98
 """Largest exported share of a card's memory."""
 
@@ -99,6 +103,7 @@ class EngineSettings:
     n_replicas: int = 1
     kv_cache_fp8: bool = False
     model: str = MODEL
+    router: str = "shared"
 
     @property
     def draft_tokens(self) -> int:
@@ -145,6 +150,7 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport, model: s
         model,
         comments=(
             f"Plan: {plan.n_gpus} x {plan.hardware}, replicas: {plan.n_replicas}; {', '.join(report.objectives)}.",
+            *([] if report.router == "shared" else [_router_comment(report.router)]),
         ),
         max_num_seqs=action.batch_size,
         tier=plan.precision,
@@ -152,31 +158,46 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport, model: s
         prefill_replicas=plan.prefill_replicas,
         n_replicas=plan.n_replicas,
         kv_cache_fp8=plan.kv_cache_fp8,
+        router=report.router,
     )
     return written(settings)
 
 
-def _settings(tables: ServingTables, memory_gb: float, model: str | None, **given: Any) -> EngineSettings:
+def _settings(tables: ServingTables, memory_gb: float, model: str | None, tier: str, **given: Any) -> EngineSettings:
     """Settings ``given``, with those that follow from the table and from the memory in use.
 
-    ``model`` is named if it is the table's and has an owner.
+    ``model`` is named if it is the table's and has an owner; a checkpoint of another precision is the user's to name.
     """
     card_gb, static_gb = reported_gb(tables.meta), memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
     if model is None or "/" not in model or usual_name(model) != usual_name(str(tables.meta["model"])):
         model = MODEL
+    elif precision_named(model) != tier and (tier in _OWN_CHECKPOINT or precision_named(model)):
+        model = f"YOUR-{tier}-CHECKPOINT-OF-{without_precision(model).rpartition('/')[2]}"
     return EngineSettings(
         memory_share=min(MOST_MEMORY, memory_gb / card_gb),
         static_share=min(MOST_MEMORY, static_gb / card_gb),
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
         tensor_parallel=tables.cards_per_replica,
         model=model,
+        tier=tier,
         **given,
     )
 
 
 def written(settings: EngineSettings) -> dict[str, str]:
-    """Configuration files by engine."""
-    return {name: write(settings) for name, write in EXPORTS.items()}
+    """Configuration files by engine; none for Helm if prefill has GPUs of its own (:func:`helm_values`)."""
+    return {name: write(settings) for name, write in EXPORTS.items() if name != "helm" or not settings.prefill_replicas}
+
+
+def chosen_file(files: Mapping[str, str], engine: str) -> str:
+    """The file of an engine. Raises :class:`InvalidConfigError` if there is none (:func:`written`)."""
+    if engine not in files:
+        raise InvalidConfigError(
+            f"--export {engine} cannot write prefill on GPUs of its own: export vllm or sglang, whose files say how to "
+            "start both parts",
+            "export",
+        )
+    return files[engine]
 
 
 def constant_drafts(spec_length: int, max_num_seqs: int) -> Drafts:
@@ -252,9 +273,10 @@ def sglang_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> s
 
 def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> list[Option]:
     """Options of ``vllm serve``."""
+    taken = "Share of the card's memory that was planned with: weights, activations and KV pool."
     options = [
         Option("max-num-seqs", settings.max_num_seqs),
-        Option("gpu-memory-utilization", settings.memory_share),
+        Option("gpu-memory-utilization", settings.memory_share, taken),
         Option("max-num-batched-tokens", settings.max_batched_tokens),
         Option("max-model-len", "auto", "Context: as much as the KV pool holds, at most the model's own."),
     ]
@@ -264,17 +286,24 @@ def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> li
     if settings.kv_cache_fp8:
         options.append(Option("kv-cache-dtype", "fp8"))
     if settings.draft_tokens:
-        told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
-        config = {
+        config: dict[str, Any] = {
             "method": "eagle",
             "model": draft_model,
             "num_speculative_tokens": settings.draft_tokens,
-            "num_speculative_tokens_per_batch_size": [[low, high, k] for low, high, k, _ in settings.drafts],
         }
-        options.append(Option("speculative-config", json.dumps(config), f"Draft tokens by running requests: {told}."))
+        why = "Draft tokens at every load."
+        if len(settings.drafts) > 1:
+            told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
+            why = f"Draft tokens by running requests: {told}."
+            config["num_speculative_tokens_per_batch_size"] = [[low, high, k] for low, high, k, _ in settings.drafts]
+        options.append(Option("speculative-config", json.dumps(config), why))
     if settings.prefill_replicas:
         config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-        why = f"Prefill on {settings.prefill_replicas} more instances, behind a router that sends prompts there first."
+        why = (
+            f"Start {settings.n_replicas} instances for decode and {settings.prefill_replicas} for prefill with this "
+            "same file (NixlConnector has one role for both), each with a VLLM_NIXL_SIDE_CHANNEL_PORT of its own, and "
+            "a router that sends each prompt to a prefill instance first, such as vllm-router."
+        )
         options.append(Option("kv-transfer-config", json.dumps(config), why))
     return options
 
@@ -305,20 +334,21 @@ def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> 
         ]
     if settings.prefill_replicas:
         why = (
-            f"A decoding instance; {settings.prefill_replicas} of the same settings have disaggregation-mode: prefill."
+            f"For {settings.n_replicas} decoding instances. Start {settings.prefill_replicas} more with this file and "
+            "disaggregation-mode: prefill, and SGLang's router in front (--pd-disaggregation)."
         )
         options.append(Option("disaggregation-mode", "decode", why))
     return options
 
 
 def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
-    """Values of vLLM's production-stack chart (YAML); the user sets the model, CPU and memory of a pod."""
-    options = [o for o in vllm_options(settings, draft_model) if o.name != "kv-transfer-config"]
-    engine: dict[str, Any] = {_CHART_FIELDS[o.name]: o.value for o in options if o.name in _CHART_FIELDS}
-    rest = [o for o in options if o.name not in _CHART_FIELDS]
-    # The chart turns prefix caching off if this is missing.
-    engine["enablePrefixCaching"] = True
-    engine["extraArgs"] = [part for option in rest for part in (f"--{option.name}", option.text)]
+    """Values of vLLM's production-stack chart (YAML); the user sets the model, CPU and memory of a pod.
+
+    Raises :class:`InvalidConfigError` if prefill has GPUs of its own: the values would be half of a deployment.
+    """
+    if settings.prefill_replicas:
+        return chosen_file({}, "helm")
+    options = vllm_options(settings, draft_model)
     model = {
         "name": "planned",
         "repository": "vllm/vllm-openai",
@@ -328,32 +358,32 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
         "requestCPU": 6,
         "requestMemory": "16Gi",
         "requestGPU": settings.tensor_parallel,
-        "vllmConfig": engine,
     }
+    of_user = "CPU and memory of a pod" if "/" in settings.model else "modelURL, and CPU and memory of a pod"
     comments = [
         *settings.comments,
         f"Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f {FILE}",
-        "Set modelURL, and CPU and memory of a pod, which are not planned.",
-        *(option.why for option in rest if option.why),
+        f"Set {of_user}, which are not planned.",
     ]
-    if settings.prefill_replicas:
-        comments.append(
-            "Prefill on GPUs of its own is set up with the chart's router and cache; it is not written here."
-        )
     lines = [f"# {text}" for text in comments]
+    if settings.router in _CHART_ROUTERS:
+        lines += ["routerSpec:", f'  routingLogic: "{_CHART_ROUTERS[settings.router]}"']
     lines += ["servingEngineSpec:", "  modelSpec:"]
     for i, (name, value) in enumerate(model.items()):
-        indent = "    - " if i == 0 else "      "
-        if isinstance(value, dict):
-            lines.append(f"{indent}{name}:")
-            lines += [f"        {key}: {json.dumps(_rounded(inner))}" for key, inner in value.items()]
-        else:
-            lines.append(f"{indent}{name}: {json.dumps(value)}")
+        lines.append(f"{'    - ' if i == 0 else '      '}{name}: {json.dumps(value)}")
+    lines.append("      vllmConfig:")
+    for option in options:
+        if option.name in _CHART_FIELDS:
+            value = round(option.value, 2) if isinstance(option.value, float) else option.value
+            lines += [f"        # {option.why}"] * bool(option.why)
+            lines.append(f"        {_CHART_FIELDS[option.name]}: {json.dumps(value)}")
+    # The chart turns prefix caching off if this is missing.
+    lines += ["        enablePrefixCaching: true", "        extraArgs:"]
+    for option in options:
+        if option.name not in _CHART_FIELDS:
+            lines += [f"          # {option.why}"] * bool(option.why)
+            lines += [f"          - {json.dumps(part)}" for part in (f"--{option.name}", option.text)]
     return "\n".join(lines) + "\n"
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 2) if isinstance(value, float) else value
 
 
 EXPORTS: Final = {"vllm": vllm_config, "sglang": sglang_config, "helm": helm_values}
@@ -372,7 +402,7 @@ def _written(settings: EngineSettings, command: str, options: Sequence[Option]) 
 
 def _precision(settings: EngineSettings, engine: str) -> list[Option]:
     """Options for the precision; none for a measured engine, which has only one."""
-    if settings.tier == TIER:
+    if settings.tier in (TIER, precision_named(settings.model)):  # the engine reads a checkpoint's own method
         return []
     if settings.tier in _DTYPE:
         return [Option("dtype", _DTYPE[settings.tier])]
@@ -385,6 +415,11 @@ def _precision(settings: EngineSettings, engine: str) -> list[Option]:
         f"(quantization_config in config.json) is not {method}: the engine refuses another one."
     )
     return [Option("quantization", method, why)]
+
+
+def _router_comment(router: str) -> str:
+    logic = _CHART_ROUTERS.get(router, "none of roundrobin, session, prefixaware and kvaware")
+    return f"Planned with a router {router}, which you set up: in vLLM's production-stack chart, {logic}."
 
 
 def _comments(report: ShadowReport, outcome: PolicyOutcome, line: dict[str, FloatArray]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from ops.report import growth_lines, notes, refused_lines, table_notes
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
 from ops.worker import confine, in_fields, request_parts, serve
+from simulator.hardware.catalogue import precisions_named
 from simulator.hardware.sources import with_fp8_kv
 from simulator.hardware.tables import tables_of
 
@@ -79,7 +80,7 @@ def plan_job(request: Request) -> dict[str, Any]:
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
         share_met=request.get("share_met"),
         windows_met=request.get("windows_met"),
-        precisions=request.get("precisions"),
+        precisions=request.get("precisions") or precisions_named(request.get("model")),
         drafts=request.get("drafts", False),
         kv_cache_fp8=request.get("kv_cache_dtype") == "fp8",
         replicas_min=request.get("replicas_min", 1),

@@ -24,7 +24,8 @@ SUFFIXES: Final = (".csv", ".json", ".jsonl")
 _LOG_TEXT: Final = Allowed("the text of a request log")
 _FILE_NAME: Final = r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$"
 # A name is not only white space, which Python defines more widely than JSON Schema's regular expressions.
-_COLUMN: Final = r"(arrival|prompt|output|class|priority|reused|status|blocks|session|id|model|duration)=[^=,]*[^=,\s\x85\x1c-\x1f][^=,]*"
+_QUANTITY: Final = "(arrival|prompt|output|class|priority|reused|status|blocks|session|id|model|duration)"
+_COLUMN: Final = rf"{_QUANTITY}=[^=,]*[^=,\s\x85\x1c-\x1f][^=,]*"
 _COLUMNS: Final = f"^{_COLUMN}(,{_COLUMN})*$"
 _FILTER: Final = r"^[^=]*[^=\s\x85\x1c-\x1f][^=]*=.*$"
 _SOMETHING: Final = "[!-~]"

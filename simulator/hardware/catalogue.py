@@ -17,6 +17,15 @@ from typing import Any, Final
 from inferencegym.errors import InvalidConfigError, short_repr
 from inferencegym.tasks import DATA_DIR, table_entry, table_index
 
+_PRECISIONS: Final = {
+    "FP8": ("fp8", "fp8-dynamic"),
+    "NVFP4": ("fp4", "nvfp4"),
+    "MXFP4": ("mxfp4",),
+    "INT8": ("int8", "w8a8", "quantized.w8a8", "gptq-int8"),
+    "INT4": ("int4", "awq", "w4a16", "quantized.w4a16", "gptq-int4", "awq-int4"),
+}
+"""How names of checkpoints end, by precision."""
+_PRECISION: Final = re.compile(rf"-({'|'.join(re.escape(n) for names in _PRECISIONS.values() for n in names)})$", re.I)
 HARDWARE_FILE: Final = DATA_DIR / "hardware.json"
 
 
@@ -46,6 +55,23 @@ def models() -> tuple[str, ...]:
 def usual_name(model: str) -> str:
     """Spelling of a model in :func:`models`; unknown models are returned unchanged."""
     return next((name for name in models() if _same_model(name, model)), model)
+
+
+def precision_named(model: str) -> str | None:
+    """Precision of the checkpoint that a name states at its end, as ``Qwen/Qwen3-32B-FP8``; None if it states none."""
+    found = _PRECISION.search(model.lower())
+    return None if found is None else next(tier for tier, names in _PRECISIONS.items() if found[1] in names)
+
+
+def precisions_named(model: str | None) -> list[str] | None:
+    """The precisions that a model's name leaves to a plan: its own, or any (None)."""
+    tier = precision_named(model or "")
+    return None if tier is None else [tier]
+
+
+def without_precision(model: str) -> str:
+    """A model's name without the precision at its end."""
+    return _PRECISION.sub("", model)
 
 
 def context_tokens(model: str) -> int | None:
@@ -129,5 +155,5 @@ def _same_model(asked: str, known: str) -> bool:
 
 def _letters(model: str) -> str:
     """Common key of all spellings of a model; Llama 3, 3.1 and 3.3 have the same shape."""
-    name = model.lower().rpartition("/")[2].removeprefix("meta-").removesuffix("-instruct")
+    name = without_precision(model).lower().rpartition("/")[2].removeprefix("meta-").removesuffix("-instruct")
     return "".join(c for c in re.sub(r"^llama-?3\.[13]", "llama3", name) if c.isalnum())

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import table_index
-from ops.export import EXPORTS, EngineSettings, engine_files
+from ops.export import EXPORTS, EngineSettings, _settings, engine_files, written
 from ops.objectives import parse_objective
 from ops.plan import make_plan
-from simulator.hardware.catalogue import table_path
+from simulator.hardware.catalogue import precision_named, table_path, usual_name
 from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables, load_tables
 from tests.engine_arguments import RECORDS, parser_of, recorded
@@ -61,6 +62,8 @@ ALL = pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 
 
 def config_of(engine: str, settings: EngineSettings) -> dict[str, Any]:
+    if engine == "helm":
+        settings = replace(settings, prefill_replicas=0)  # refused, see below
     found: dict[str, Any] = yaml.safe_load(EXPORTS[engine](settings, "my/eagle"))
     return found
 
@@ -138,6 +141,53 @@ def test_sglang_verifies_one_token_more_than_it_drafts() -> None:
     config = config_of("sglang", FULL)
     assert (config["speculative-num-steps"], config["speculative-num-draft-tokens"]) == (4, 5)
     assert config["disaggregation-mode"] == "decode"
+
+
+def test_prefill_on_gpus_of_its_own_has_no_helm_values_and_both_parts_in_vllms_file() -> None:
+    with pytest.raises(InvalidConfigError, match="export helm cannot write prefill on GPUs of its own: export vllm or"):
+        EXPORTS["helm"](FULL)
+    assert list(written(FULL)) == ["vllm", "sglang"]
+    text = EXPORTS["vllm"](replace(FULL, n_replicas=3, prefill_replicas=2))
+    assert "# Start 3 instances for decode and 2 for prefill with this same file" in text
+
+
+@pytest.mark.parametrize(("router", "logic"), [("round-robin", "roundrobin"), ("prefix-affinity", "prefixaware")])
+def test_a_planned_router_is_the_charts(router: str, logic: str) -> None:
+    assert config_of("helm", replace(PLAIN, router=router))["routerSpec"] == {"routingLogic": logic}
+    assert "routerSpec" not in config_of("helm", replace(PLAIN, router="least-loaded"))
+
+
+def test_one_number_of_draft_tokens_needs_no_schedule() -> None:
+    speculative = json.loads(config_of("vllm", INT4)["speculative-config"])
+    assert speculative == {"method": "eagle", "model": "my/eagle", "num_speculative_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("named", "tier", "served"),
+    [
+        ("Qwen/Qwen3-32B", "BF16", "Qwen/Qwen3-32B"),
+        ("Qwen/Qwen3-32B", "FP8", "Qwen/Qwen3-32B"),
+        ("Qwen/Qwen3-32B", "NVFP4", "YOUR-NVFP4-CHECKPOINT-OF-Qwen3-32B"),
+        ("nvidia/Qwen3-32B-FP4", "NVFP4", "nvidia/Qwen3-32B-FP4"),
+        ("Qwen/Qwen3-32B-FP8", "FP8", "Qwen/Qwen3-32B-FP8"),
+        ("Qwen/Qwen3-32B-FP8", "BF16", "YOUR-BF16-CHECKPOINT-OF-Qwen3-32B"),
+    ],
+)
+def test_the_model_in_an_export_is_a_checkpoint_of_its_precision(named: str, tier: str, served: str) -> None:
+    tables = load_tables(table_path("h100-qwen3-32b"))
+    settings = _settings(
+        tables, 60.0, named, tier, comments=(), max_num_seqs=64, drafts=[], prefill_replicas=0, n_replicas=1
+    )
+    assert settings.model == served
+    quantized = tier not in ("BF16", precision_named(named))
+    assert ("quantization" in config_of("vllm", settings)) is quantized
+
+
+def test_names_of_quantized_checkpoints_are_the_model_with_that_precision() -> None:
+    names = {"Qwen/Qwen3-32B-FP8": "FP8", "nvidia/Llama-3.3-70B-Instruct-FP4": "NVFP4", "Qwen/Qwen3-32B-AWQ": "INT4"}
+    assert {name: precision_named(name) for name in names} == names
+    assert usual_name("nvidia/Llama-3.3-70B-Instruct-NVFP4") == usual_name("llama-3.1-70b")
+    assert precision_named("openai/gpt-oss-120b") is None
 
 
 def asked_of_vllm(*arguments: str) -> dict[str, Any]:
