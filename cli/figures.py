@@ -92,3 +92,6 @@ def print_report(report: Report) -> None:
     print()
     for line in report.lines:
         print(line)
+    if report.details:
+        print()
+        print_report(report.details)

@@ -24,7 +24,7 @@ from ops.log.reader import Imported, import_log
 from ops.objectives import parse_objective
 from ops.plan import make_plan, registered_tables
 from ops.prices import read_prices
-from ops.report import growth_lines, notes, refused_lines, table_notes
+from ops.report import notes, table_notes
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
 from ops.worker import confine, in_fields, request_parts, serve
@@ -89,7 +89,7 @@ def plan_job(request: Request) -> dict[str, Any]:
     first, model = report.plans[0] if report.plans else None, request.get("model") or imported.model
     return {
         **report.to_dict(),
-        **_told(imported, [*refused_lines(report), *growth_lines(report), *notes(report)]),
+        **_told(imported, notes(report)),
         "export": {} if first is None else engine_files(first, tables[first.hardware], report, model),
     }
 

@@ -45,6 +45,11 @@ class Objective:
         """Share of requests (or tokens) that must be within the limit; 0 for a mean."""
         return QUANTILES.get(self.statistic, 0.0)
 
+    @property
+    def label(self) -> str:
+        """The statistic as people write it: ``TTFT p99``."""
+        return f"{self.quantity.upper()} {self.statistic}"
+
     def __str__(self) -> str:
         return f"{self.quantity}_{self.statistic}={self.limit_ms:g}"
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
 from ops.capacity import GRID, too_few
-from ops.fidelity import model_ratios
 from ops.margins import LIKELY, WITH_90
-from ops.objectives import WINDOW_S, margin, parse_objective
+from ops.objectives import WINDOW_S, Objective, parse_objective
 from simulator.hardware.engine_times import TIER
 
 if TYPE_CHECKING:
@@ -35,6 +34,9 @@ COLOURS: Final = ("#5b6472", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f0
 """Colours that colour-blind readers can tell apart (Okabe and Ito)."""
 SERVER_BOUND: Final = 0.8
 """Share of its time above which a replica's API server is said to bound it."""
+SURE_REQUESTS: Final = 100
+"""Requests beyond the percentile of an objective, below which the report calls the margin uncertain."""
+LOADS: Final = {"light": "up to 8", "knee": "8 to 64", "saturated": "over 64"}
 FP8_KV_NOTE: Final = (
     "The KV cache is in FP8: it holds twice as many tokens, and attention takes the times measured with such a cache, "
     "unless a table's note says otherwise."
@@ -48,16 +50,17 @@ Rows = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A question, the tables that answer it, by title (empty ones are not shown), and notes, one sentence per line.
+    """An answer, its tables, by title (empty ones are not shown), and notes, one sentence per line.
 
-    ``refused`` are sentences about logs that are too short, requests that are too long to be served, and plans that
-    measured runs contradict; they stand before the tables.
+    ``refused`` are sentences on requests that are too long to be served; they stand before the tables. ``details``
+    come last, under their own heading.
     """
 
     lead: str
     tables: Mapping[str, Rows]
     lines: Sequence[str]
     refused: Sequence[str] = ()
+    details: Report | None = None
 
 
 def plain(value: object) -> str:
@@ -87,8 +90,19 @@ def write_page(
 
     ``read`` says how the log was read, one line each.
     """
-    parts = [f"<p>{escape(report.lead)}</p>", _listed(read)]
-    parts += [f"<p><strong>{escape(text)}</strong></p>" for text in report.refused]
+    parts = [f"<p><strong>{escape(report.lead)}</strong></p>", *_body(report)]
+    for i, (caption, figure) in enumerate(figures.items()):
+        parts.append(f"<figure>{_svg(figure, f'figure{i}')}<figcaption>{escape(caption)}</figcaption></figure>")
+    if report.details:
+        parts += [f"<h2>{escape(report.details.lead)}</h2>", *_body(report.details)]
+    parts.append(_listed(read))
+    parts += [f"<h2>{escape(engine)}</h2><pre>{escape(text)}</pre>" for engine, text in files.items()]
+    page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=escape(title), body="\n".join(parts))
+    return write_text(path, page)
+
+
+def _body(report: Report) -> list[str]:
+    parts = [f"<p>{escape(text)}</p>" for text in report.refused]
     for heading, rows in report.tables.items():
         if not rows:
             continue
@@ -97,12 +111,7 @@ def write_page(
         body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
         table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         parts += [f"<h2>{escape(heading)}</h2>", table]
-    parts.append(_listed(report.lines))
-    for i, (caption, figure) in enumerate(figures.items()):
-        parts.append(f"<figure>{_svg(figure, f'figure{i}')}<figcaption>{escape(caption)}</figcaption></figure>")
-    parts += [f"<h2>{escape(engine)}</h2><pre>{escape(text)}</pre>" for engine, text in files.items()]
-    page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=escape(title), body="\n".join(parts))
-    return write_text(path, page)
+    return [*parts, _listed(report.lines)]
 
 
 def write_picture(path: Path, figure: Figure) -> Path:
@@ -131,74 +140,49 @@ def _svg(figure: Figure, name: str) -> str:
 
 
 def plan_report(report: PlanReport) -> Report:
-    """A plan: the cheapest fleets, the front, adaptive policies, autoscalers, and notes."""
-    adaptive = [
-        {"policy": p.policy, "GPUs": p.n_gpus, "verdict": p.verdict, "in time": f"{p.share_in_time:.2%}"}
-        for p in report.adaptive
-    ]
-    tables: dict[str, Rows] = {
-        "cheapest plans" if report.currency else "fewest GPUs of each hardware": _plan_rows(report, report.plans),
-        "cost against requests in time, whatever the other objectives (*: a plan above)": _front_rows(report),
-        "adaptive policies on as many GPUs, and on fewer": adaptive,
-        "the first plan's replicas, set by an autoscaler": _scaling_rows(report.autoscaling),
-    }
-    asked = f"{', '.join(report.objectives)}; {report.share_met:.1%} of the first tokens in time"
-    if report.windows_met is not None:
-        asked += f"; in {report.windows_met:.0%} of the windows of {WINDOW_S // 60} minutes"
-    lines = [
-        *growth_lines(report),
-        *notes(report),
-        f"{len(report.tried)} fleets played request by request, in {report.wall_s:.1f} s",
-    ]
-    few = filter(None, [too_few(report.log["requests"])])
-    return Report(f"model: {report.model}; objectives: {asked}", tables, lines, [*few, *refused_lines(report)])
-
-
-def _plan_rows(report: PlanReport, plans: Sequence[Plan]) -> Rows:
-    return [_plan_cells(plan, report.currency) for plan in plans]
-
-
-def _front_rows(report: PlanReport) -> Rows:
-    """The front and the plans, which other objectives may keep off it, by cost; GPUs of one hardware at a time."""
-    shown = [*report.front, *(plan for plan in report.plans if plan not in report.front)]
-    order = list(dict.fromkeys("" if report.currency else plan.hardware for plan in shown))
-    shown.sort(key=lambda p: (0 if report.currency else order.index(p.hardware), _cost(p), -p.share_in_time))
-    rows = _plan_rows(report, shown)
-    marks = [" *" * (plan in report.plans) for plan in shown]
-    return [{**row, "hardware": f"{row['hardware']}{mark}"} for row, mark in zip(rows, marks, strict=True)]
-
-
-def _cost(plan: Plan) -> float:
-    return plan.n_gpus if plan.cost_per_hour is None else plan.cost_per_hour
-
-
-def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
-    """Cells of a plan by heading."""
-    answered = plan.tokens_per_s > 0.0  # without an answer there is no latency and no cost per token
-    figures, best = (
-        plan.figures if answered else dict.fromkeys(plan.figures),
-        max(plan.support, key=lambda level: plan.support[level]),
+    """A plan: the answer, the cheapest fleets, what may change the answer, and details."""
+    if few := too_few(report.log["requests"]):
+        return Report(few, {}, [], refused_lines(report))
+    nearest = sorted(report.unmet, key=lambda plan: (-plan.share_in_time, -plan.margin))
+    title = "nearest fleet" if not report.plans else "cheapest fleet" if report.currency else "fewest GPUs"
+    scaled = [each for each in report.autoscaling if each.meets and each.saved_share >= scaling.LEAST_SAVED]
+    return Report(
+        " ".join(answer(report)),
+        {f"{title} of each hardware": [_plan_cells(report, plan) for plan in report.plans or nearest]},
+        cautions(report),
+        refused_lines(report),
+        Report("Details", {"the first plan's replicas, set by an autoscaler": _scaling_rows(scaled)}, details(report)),
     )
-    per_million = plan.cost_per_million_tokens if answered else None
-    costs = {f"cost/h {currency}": plan.cost_per_hour, f"cost/Mtok {currency}": per_million}
+
+
+def notes(report: PlanReport) -> list[str]:
+    """All that a report says in sentences."""
+    return [*answer(report), *refused_lines(report), *cautions(report), *details(report)]
+
+
+def _objectives(report: PlanReport) -> list[Objective]:
+    return [parse_objective(text) for text in report.objectives]
+
+
+def _expected(plan: Plan, objective: Objective) -> float:
+    """The latency that an objective bounds, times the median error of measured runs (ms)."""
+    return plan.figures[objective.figure] * plan.errors[objective.quantity].p50
+
+
+def _plan_cells(report: PlanReport, plan: Plan) -> dict[str, object]:
+    """Cells of a plan by heading."""
+    answered = plan.tokens_per_s > 0.0  # without an answer there is no latency
     return {
         "hardware": plan.hardware,
         "GPUs": plan.n_gpus,
-        "TP": plan.tensor_parallel,
-        "replicas": plan.n_replicas,
-        "setting": plan.policy if plan.action is None else _plan_setting(plan, plan.action),
+        **({f"{report.currency}/h": plan.cost_per_hour} if report.currency else {}),
+        "replicas": _replicas(plan),
+        "setting": plan.policy if plan.action is None else _setting_text(plan.action, plan.precision),
         "verdict": plan.verdict,
         "in time": f"{plan.share_in_time:.2%}",
         **({} if plan.windows_met is None else {"windows": f"{plan.windows_met:.0%}"}),
-        "TTFT p50": figures["ttft_p50_ms"],
-        "TTFT p99": figures["ttft_p99_ms"],
-        "TPOT p50": figures["tpot_p50_ms"],
-        "TPOT p99 ms": figures["tpot_p99_ms"],
-        **{f"{q.upper()} p99 ms": figures[f"{q}_p99_ms"] for q in ("itl", "e2e") if q in plan.errors},
+        **{f"{o.label} ms": _expected(plan, o) if answered else None for o in _objectives(report)},
         "margin": _margin(plan) if answered else None,
-        "GPU-h/Mtok": plan.gpu_hours_per_million_tokens if answered else None,
-        **(costs if currency else {}),
-        "support": f"{plan.support[best]:.0%} {best}",
     }
 
 
@@ -210,84 +194,160 @@ def _margin(plan: Plan) -> str:
     return f"{plan.margin:.0%}" if plan.margin >= -1.0 else "< -100%"
 
 
-def _plan_setting(plan: Plan, action: Mapping[str, Any]) -> str:
-    apart = f", {plan.prefill_replicas} prefill : {plan.n_replicas} decode" if plan.prefill_replicas else ""
-    return _setting_text(action, plan.precision, plan.kv_cache_fp8) + apart
+def _replicas(plan: Plan) -> str:
+    """Replicas of a fleet, those for prefill apart, and the GPUs of each if it has several."""
+    each = f" of {plan.tensor_parallel} GPUs" if plan.tensor_parallel > 1 else ""
+    apart = f"{plan.prefill_replicas} prefill : {plan.n_replicas} decode"
+    return f"{apart if plan.prefill_replicas else plan.n_replicas}{each}"
 
 
-def _setting_text(action: Mapping[str, Any], precision: str, kv_cache_fp8: bool) -> str:
-    """A constant setting in a few words, without the placement of prefill."""
+def _setting_text(action: Mapping[str, Any], precision: str) -> str:
+    """A constant setting in a few words, without the KV cache and the placement of prefill."""
     drafts = f", {action['spec_length']} drafts" if action["spec_length"] else ""
-    cache = "FP8 KV" if kv_cache_fp8 else "KV"
-    return f"{precision}, batch {action['batch_size']}, {cache} {round(action['kv_budget'], 3):g}{drafts}"
+    return f"{precision}, batch {action['batch_size']}{drafts}"
+
+
+def _cache_text(action: Mapping[str, Any], kv_cache_fp8: bool) -> str:
+    return f"{'FP8 KV' if kv_cache_fp8 else 'KV'} {round(action['kv_budget'], 3):g}"
+
+
+def _fleet(report: PlanReport, plan: Plan) -> str:
+    """A fleet in words, with its setting and its cost."""
+    assert plan.action is not None
+    card = plan.card.removesuffix("_sxm").removesuffix("_server")
+    parts = f", {_replicas(plan)}" if plan.prefill_replicas or plan.tensor_parallel > 1 else ""
+    setting = f"{_setting_text(plan.action, plan.precision)}, {_cache_text(plan.action, plan.kv_cache_fp8)}"
+    cost = f", {report.currency} {plain(plan.cost_per_hour)}/h" if report.currency else ""
+    return f"{plan.n_gpus} x {card} ({setting}{parts}{cost})"
+
+
+def answer(report: PlanReport) -> list[str]:
+    """What to rent and how sure it is, or what comes nearest; one or two sentences."""
+    objectives = _objectives(report)
+    asked = " and ".join(f"{o.label} <= {plain(o.limit_ms)} ms" for o in objectives)
+    if report.share_met > max(o.share for o in objectives):
+        asked += f", with {report.share_met:.2%} of the first tokens in time,"
+    if report.windows_met is not None:
+        asked += f" in {report.windows_met:.0%} of the windows of {WINDOW_S // 60} minutes"
+    if not report.plans:
+        tried = [plan for plan in report.tried if plan.tokens_per_s > 0.0]
+        floors = [(o, min(tried, key=lambda plan: _expected(plan, o))) for o in objectives if tried]
+        least = [
+            f"the least {o.label} of any is {plain(_expected(plan, o))} ms, on {_fleet(report, plan)}"
+            for o, plan in floors
+            if _expected(plan, o) > o.limit_ms
+        ]
+        near = max(report.unmet, key=lambda plan: (plan.share_in_time, plan.margin))
+        nearest = f"the nearest, {_fleet(report, near)}, serves {near.share_in_time:.2%} of the requests in time"
+        return [f"No fleet tried meets {asked} with {report.model}: {'; '.join(least) or nearest}."]
+    first = report.plans[0]
+    odds = "about even odds or better" if first.verdict == LIKELY else "odds of 90% or better"
+    found = [f"{_fleet(report, first)}: {odds} ({first.verdict}) to meet {asked} with {report.model}."]
+    if first.verdict != LIKELY:
+        return found
+    if safe := [plan for plan in report.tried if plan.verdict == WITH_90]:
+        plan = min(safe, key=lambda p: (_cost(p), p.hardware != first.hardware, -p.margin))
+        return [*found, f"The smallest fleet tried that meets with 90 %: {_fleet(report, plan)}."]
+
+    def left(plan: Plan) -> list[tuple[float, str]]:
+        """Margin of each objective at the 90% bound, and its figure there."""
+        rows = [(o, plan.figures[o.figure] * plan.errors[o.quantity].p90) for o in objectives]
+        return [(1.0 - at_90 / o.limit_ms, f"{o.label} {plain(at_90)} ms") for o, at_90 in rows]
+
+    closest = max((plan for plan in report.tried if plan.meets), key=lambda p: min(left(p)))
+    missed = " and ".join(figure for distance, figure in left(closest) if distance < 0.0) or "the worst windows"
+    return [
+        *found,
+        f"No fleet tried meets with 90 %: the nearest, {_fleet(report, closest)}, misses at that bound with {missed}.",
+    ]
+
+
+def _cost(plan: Plan) -> float:
+    return plan.n_gpus if plan.cost_per_hour is None else plan.cost_per_hour
 
 
 def refused_lines(report: PlanReport) -> list[str]:
-    """Requests that are too long to be served, one sentence for each number of them, and plans that runs contradict."""
+    """Requests that are too long to be served, one sentence for each number of them."""
     tables: dict[str, list[str]] = {}
     for name, text in report.refused.items():
         tables.setdefault(text, []).append(name)
-    long = [f"{', '.join(names)}: {text}." for text, names in tables.items()]
-    return [*long, *_model_lines(report, missed=True)]
+    return [f"{', '.join(names)}: {text}." for text, names in tables.items()]
 
 
-def notes(report: PlanReport) -> list[str]:
-    """Notes on a plan: its margin, its limits, and what was left out and why."""
-    found = [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
-    found += [
-        "All figures are simulated: the discrete-event reference played every request.",
-        "Verdicts multiply the latencies by measured / simulated of benchmark runs: likely, if the objectives are met "
-        "at the median ratio; meets with 90 %, if they are met at the 90% bound. The margin is the distance from the "
-        "nearest limit at the median ratio.",
-        *_error_lines(report),
-        *_model_lines(report, missed=False),
-        *_safer_lines(report),
-        "Precisions below 16 bits change a model's answers; this report does not measure how much.",
-    ]
-    if any(plan.kv_cache_fp8 for plan in report.plans):
-        found.append(FP8_KV_NOTE)
-    if single := [plan.hardware for plan in report.plans if plan.n_replicas == 1]:
+def cautions(report: PlanReport) -> list[str]:
+    """What may change the answer, a sentence each."""
+    if not report.plans:
+        return []
+    first, found = report.plans[0], [*_growth_lines(report)]
+    requests = int(report.log["requests"])
+    share, label = max((o.share, o.label) for o in _objectives(report))
+    if share and (slowest := max(1, round((1.0 - share) * requests))) < SURE_REQUESTS:
         found.append(
-            f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts: plan with two "
+            f"{label} rests on the slowest {slowest} of {requests:,} requests: with fewer than {SURE_REQUESTS} the "
+            "margin is uncertain by more than a few percent."
+        )
+    if first.precision != TIER and not first.precision.endswith("16"):
+        found.append(
+            f"{first.precision} changes the model's answers; how much is not measured here (--quant FP16,BF16 excludes "
+            "it)."
+        )
+    if first.n_replicas == 1:
+        found.append(
+            f"A single replica ({first.hardware}) serves nothing while it fails or restarts: plan with two "
             "(--replicas-min 2)."
+        )
+    elif report.router == "shared":
+        found.append(
+            "The replicas share one queue. Behind a router latencies in bursts are longer: try --router round-robin or "
+            "least-loaded."
         )
     if bound := [f"{p.hardware} {p.server_busy:.0%}" for p in report.plans if p.server_busy > SERVER_BOUND]:
         found.append(
             f"The API server, not the GPU, bounds a replica: sending tokens takes {', '.join(bound)} of its time. "
             "Its time per token was fitted to one machine; several server processes may need fewer GPUs."
         )
-    if report.router != "shared":
-        found.append(f"Each replica has a queue of its own; requests are routed {report.router}.")
-    elif any(plan.n_replicas > 1 for plan in report.plans):
-        found.append(
-            "The replicas share one queue. Behind a router latencies in bursts are longer: try --router round-robin or "
-            "least-loaded."
-        )
-    if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
+    if any(plan.action and plan.action["spec_length"] for plan in report.plans):
         found.append(
             "Settings with drafts need a draft model (an EAGLE head) for your model; acceptance was measured with "
             "Llama-3.1-8B. Leave out --drafts to exclude them."
         )
+    return found
+
+
+def details(report: PlanReport) -> list[str]:
+    """How the plan was found, what was left out and why, and its terms."""
+    found = [
+        "Latencies are simulated, request by request, times the median of measured / simulated in benchmark runs. "
+        "likely: these meet the objectives; meets with 90 %: they do at the ratio that 90% of the runs stayed below. "
+        "margin: distance of the nearest latency from its limit, as a share of it.",
+        "TTFT: time to first token. TPOT: time per output token after it. p99: 99% of the requests are faster. KV 0.9: "
+        "share of the GPU memory beside the weights for the KV cache. Batch: most requests at a time on a replica.",
+        *_error_lines(report),
+        *[f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings],
+        *_support_lines(report),
+    ]
+    if any(plan.kv_cache_fp8 for plan in report.plans):
+        found.append(FP8_KV_NOTE)
+    if report.router != "shared":
+        found.append(f"Each replica has a queue of its own; requests are routed {report.router}.")
     if any(plan.action and plan.action["batch_size"] > GRID["batch_size"][-1] for plan in report.plans):
         found.append(
             f"Batch sizes above {GRID['batch_size'][-1]:g} lie beyond the lookup tables: they are played with operator "
             "times, and seconds with that many requests count as extrapolated."
         )
-    found += [
-        f"No setting on {plan.hardware} meets the objectives, and more than {plan.n_gpus} GPUs hardly help: "
-        f"these serve {plan.share_in_time:.2%} in time, with a margin of {_margin(plan)}."
-        for plan in report.unmet
-    ]
+    if report.unmet:
+        told = [f"{p.hardware} ({p.n_gpus} GPUs: {p.share_in_time:.2%} in time, {_margin(p)})" for p in report.unmet]
+        found.append(f"No setting meets the objectives, and more GPUs hardly help, on {', '.join(told)}.")
     if report.left_out:
         found.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in report.left_out.items()) + ".")
     if report.searched_s < report.log["span_s"] - 1.0:
         whole = report.played_s >= report.log["span_s"] - 1.0
         played = "all of it" if whole else f"its busiest {report.played_s:,.0f} s"
         part = f"the busiest {report.searched_s:,.0f} s of the log"
-        found.append(f"Searched on {part}, played on {played}; the lines on more traffic use the busiest part.")
+        found.append(f"Searched on {part}, played on {played}; the line on more traffic uses the busiest part.")
     if not report.currency:
         found.append(
-            "Without prices, plans are sorted by GPUs, then by memory of the card (smallest first), then by margin."
+            "Without prices, plans are sorted by GPUs, then by memory of the card (smallest first), then margin."
         )
     elif report.prices_from:
         found.append(f"Prices: {report.prices_from}.")
@@ -301,78 +361,30 @@ def notes(report: PlanReport) -> list[str]:
         found.append("Autoscaling is not simulated for a plan with separate prefill and decode replicas.")
     elif report.plans:
         found.append(scaling.scaling_note(report.autoscaling, report.played_s, "within the objectives"))
-    else:
-        found.append("No fleet that was tried meets the objectives: relax them, or allow more precisions and cards.")
-    return found
+    return [*found, f"{len(report.tried)} fleets played, in {report.wall_s:.1f} s; --out writes all of them."]
 
 
 def _error_lines(report: PlanReport) -> list[str]:
-    """Errors that the verdicts of the plans allow for, one line for each card and band of load."""
-    lines = []
-    for plan in [*report.plans, *report.unmet]:
-        told = [
-            f"{quantity.upper()} x{error.p50:.2f}{'' if error.own else ' (largest of other cards)'} and "
-            f"x{error.p90:.2f} ({error.points} figures of {error.machine})"
-            for quantity, error in plan.errors.items()
-        ]
-        load = f"{plan.card} at {plan.band} load"
-        lines.append(f"Measured / simulated for {load}, median and 90% bound: {'; '.join(told)}.")
-    return list(dict.fromkeys(lines))
+    """Errors that the verdicts of the plans allow for, by card and band of load, in one line."""
+    told: dict[str, str] = {}
+    for plan in report.plans or report.unmet:
+        ratios = []
+        for quantity, error in plan.errors.items():
+            source = (
+                f" (runs of {report.model})" if error.of_model else "" if error.own else " (largest of other cards)"
+            )
+            ratios.append(f"{quantity.upper()} x{error.p50:.2f}{source}, x{error.p90:.2f}")
+        told[f"{plan.card} at {LOADS[plan.band]}"] = " and ".join(ratios)
+    each = "; ".join(f"{load}: {ratios}" for load, ratios in told.items())
+    return [f"Measured / simulated, median and 90% bound, by requests that a replica decodes at a time: {each}."]
 
 
-def _model_lines(report: PlanReport, missed: bool) -> list[str]:
-    """Plans whose model was measured on their card with larger errors than their verdict allows for, one a line.
-
-    ``missed`` chooses those that miss the objectives with these errors, or the others.
-    """
-    objectives, lines = [parse_objective(text) for text in report.objectives], []
-    for plan in report.plans:
-        known = {} if plan.precision == TIER else model_ratios(report.model, plan.card, plan.band)
-        allowed = {o.quantity: plan.errors[o.quantity].p50 for o in objectives}
-        worse = {q: known[q] for q in allowed if q in known and known[q][0] > 1.005 * allowed[q]}
-        left = margin(objectives, plan.figures, allowed | {q: found for q, (found, _) in worse.items()})
-        if not worse or (left < 0.0) != missed:
-            continue
-        told = " and ".join(
-            f"{q.upper()} x{found:.2f} ({n} figure{'' if n == 1 else 's'}; the verdict takes x{allowed[q]:.2f})"
-            for q, (found, n) in worse.items()
-        )
-        lines.append(
-            f"{plan.hardware}: benchmark runs of {report.model} on this card at {plan.band} load had larger ratios of "
-            f"measured / simulated: {told}. With them the plan "
-            + ("misses the objectives: measure your engine." if missed else f"has a margin of {left:.0%}.")
-        )
-    return lines
-
-
-def _safer_lines(report: PlanReport) -> list[str]:
-    """Where the first plan is only likely: the smallest fleet that meets with 90 %, or what is missing for it."""
-    if not report.plans or report.plans[0].verdict != LIKELY or too_few(report.log["requests"]):
+def _support_lines(report: PlanReport) -> list[str]:
+    """How well measurements cover the seconds of the first plan."""
+    if not report.plans:
         return []
-    first = report.plans[0]
-    if safe := [plan for plan in report.tried if plan.verdict == WITH_90]:
-        plan = min(safe, key=lambda p: (_cost(p), p.hardware != first.hardware, -p.margin))
-        return [f"The smallest fleet tried that meets with 90 %: {_fleet(plan)}. The first plan: {_fleet(first)}."]
-
-    def left(plan: Plan) -> list[tuple[float, str]]:
-        """Margin of each objective at the 90% bound, and its figure there."""
-        rows = [(o, plan.figures[o.figure] * plan.errors[o.quantity].p90) for o in objectives]
-        return [
-            (1.0 - at_90 / o.limit_ms, f"{o.quantity.upper()} {o.statistic} {plain(at_90)} ms") for o, at_90 in rows
-        ]
-
-    objectives = [parse_objective(text) for text in report.objectives]
-    nearest = max((plan for plan in report.tried if plan.meets), key=lambda p: min(left(p)))
-    missed = ", ".join(figure for distance, figure in left(nearest) if distance < 0.0) or "the worst windows"
-    return [
-        f"No fleet tried meets with 90 %. The nearest is {_fleet(nearest)}: at the 90% bound it would miss with "
-        f"{missed}. Relax the objectives, or allow more cards and precisions."
-    ]
-
-
-def _fleet(plan: Plan) -> str:
-    assert plan.action is not None
-    return f"{plan.n_gpus} x {plan.hardware} ({_plan_setting(plan, plan.action)})"
+    levels = ", ".join(f"{share:.0%} {level}" for level, share in report.plans[0].support.items() if share > 0)
+    return [f"Kernel timings of the first plan's seconds: {levels} (docs/hardware.md)."]
 
 
 def _adapting(report: PlanReport) -> str:
@@ -382,9 +394,10 @@ def _adapting(report: PlanReport) -> str:
     if first.n_gpus == first.tensor_parallel:
         return "The first plan is a single replica, so adapting the settings cannot save a GPU."
     if not saved:
-        return f"Adapting the settings ({policies}) saves no GPU compared with the first plan."
+        return f"Adapting the settings to the load (policies {policies}) saves no GPU compared with the first plan."
     told = (
-        f"Adapting the settings ({policies}) saves {saved} GPU{'s' if saved > 1 else ''} compared with the first plan"
+        f"Adapting the settings to the load (policies {policies}) saves {saved} GPU{'s' if saved > 1 else ''} compared "
+        "with the first plan"
     )
     more = f"serving {gain:.1%} more of the requests in time than the best constant on the same GPUs"
     if gain > report.adapting_noise:
@@ -392,15 +405,15 @@ def _adapting(report: PlanReport) -> str:
     return f"{told} in this run, {more}. This may be chance ({report.adapting_noise:.1%}): do not count on it."
 
 
-def growth_lines(report: PlanReport) -> list[str]:
-    """The first plan under more traffic, one line per factor."""
-    lines = []
+def _growth_lines(report: PlanReport) -> list[str]:
+    """The first plan under more traffic, in one line."""
+    told: dict[str, list[str]] = {}
     for row in report.growth:
-        state = "objectives met" if row["meets"] else f"not met, {row['share_in_time']:.1%} in time"
-        needed = "more than were tried" if row["gpus_needed"] is None else row["gpus_needed"]
-        gpus = f"{row['n_gpus']} GPU{'s' if row['n_gpus'] > 1 else ''}"
-        lines.append(f"{row['traffic']:g}x the traffic: {gpus}: {state}; needed with these settings: {needed}")
-    return lines
+        needed = "more GPUs than were tried" if row["gpus_needed"] is None else f"{row['gpus_needed']} GPUs"
+        on = "takes the same GPUs" if row["meets"] else f"takes {needed} with these settings"
+        told.setdefault(on, []).append(f"{row['traffic']:g}")
+    lines = [f"{' or '.join(factors)} times the traffic {on}" for on, factors in told.items()]
+    return [f"{'; '.join(lines)}."] if lines else []
 
 
 def plan_figure(report: PlanReport) -> Figure:
@@ -482,7 +495,7 @@ def table_notes(tables: ServingTables) -> list[str]:
 
 def _shadow_setting(action: Mapping[str, Any] | None, tables: ServingTables) -> str:
     assert action is not None  # both baselines are constants
-    text = _setting_text(action, tables.tiers[action["quant_tier"]], tables.kv_cache_fp8)
+    text = f"{_setting_text(action, tables.tiers[action['quant_tier']])}, {_cache_text(action, tables.kv_cache_fp8)}"
     return f"{text}, separate prefill" if action["prefill_disagg"] else text
 
 

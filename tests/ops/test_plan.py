@@ -104,7 +104,8 @@ def test_a_handful_of_requests_is_no_ground_for_a_plan(report: PlanReport) -> No
     few = make_plan(log, OBJECTIVES, registered_tables(["a100-40gb"]))
     assert {plan.verdict for plan in few.tried if plan.meets} == {"likely"}
     said = "No recommendation: the log has 24 requests. Use a log of at least 25."
-    assert few.to_dict()["undecided"] == plan_report(few).refused[0] == said
+    assert few.to_dict()["undecided"] == plan_report(few).lead == said
+    assert not plan_report(few).tables
     assert report.to_dict()["undecided"] is None
     assert too_few(1) == "No recommendation: the log has 1 request. Use a log of at least 25."
 
@@ -250,7 +251,9 @@ def test_requests_longer_than_the_models_context_are_left_out_and_told_first(
     assert found["refused"] == {"b200-qwen3-32b": told}
     assert main(asked) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed.index(f"b200-qwen3-32b: {told}.") == 1 + next(i for i, t in enumerate(printed) if "objectives:" in t)
+    assert printed.index(f"b200-qwen3-32b: {told}.") == 1 + next(
+        i for i, t in enumerate(printed) if "to meet TTFT p95" in t
+    )
 
 
 def test_the_busiest_part_of_a_log_has_the_most_tokens() -> None:
@@ -371,7 +374,7 @@ def test_the_search_ends_where_more_gpus_hardly_help() -> None:
     assert (found.plans, alone.plans) == ([], [])
     (most,) = found.unmet
     assert most.n_gpus <= 8
-    assert any(f"more than {most.n_gpus} GPUs hardly help" in note for note in notes(found))
+    assert any(f"({most.n_gpus} GPU" in note for note in notes(found))
 
 
 @pytest.mark.parametrize(
@@ -515,12 +518,12 @@ def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.C
     ]
     assert main([*options, "--out", str(outputs[2])]) == 0
     said = capsys.readouterr().out
-    assert "cost/h EUR" in said
-    assert "2x the traffic" in said
+    assert "EUR/h" in said
+    assert "2 times the traffic" in said
     assert "max-num-seqs:" not in said
     exported = (tmp_path / "mine.yaml").read_text()
     assert "max-num-seqs:" in exported
-    assert "vllm serve meta-llama/Llama-3.1-8B --config mine.yaml" in exported
+    assert "vllm serve YOUR-INT8-CHECKPOINT-OF-Llama-3.1-8B --config mine.yaml" in exported
     assert outputs[1].read_bytes().startswith(b"\x89PNG")
     assert {"hardware", "n_gpus", "share_in_time", "figures.ttft_p99_ms"} <= set(pd.read_csv(outputs[2]).columns)
     page = outputs[0].read_text()

@@ -24,7 +24,7 @@ from ops.fidelity import model_ratios
 from ops.margins import ratio
 from ops.objectives import Objective, margin, parse_objective
 from ops.plan import Plan, action_of, busiest, make_plan, registered_tables
-from ops.report import notes, plan_report
+from ops.report import answer, notes, plan_report
 from simulator.events.requests import Outcome
 from simulator.hardware.catalogue import table_path
 from simulator.hardware.sources import operators_of, with_fp8_kv
@@ -320,10 +320,13 @@ def test_where_the_first_plan_is_only_likely_the_report_says_what_meets_with_90(
     (plan,) = found.plans
     assert (plan.verdict, plan.n_gpus) == ("likely", 1)
     safe = min((p for p in found.tried if p.verdict == "meets with 90 %"), key=lambda p: p.n_gpus)
-    (line,) = [line for line in notes(found) if line.startswith("The smallest fleet tried that meets with 90 %")]
-    assert f": {safe.n_gpus} x h100-llama-3.1-8b ({safe.precision}, " in line
+    first, line = answer(found)
+    assert first.startswith("1 x h100 (")
+    assert "about even odds or better (likely) to meet TTFT p99 <= 500 ms and TPOT p50 <= 15 ms" in first
+    assert line.startswith(f"The smallest fleet tried that meets with 90 %: {safe.n_gpus} x h100 ({safe.precision}, ")
     # Without that fleet, the figure that misses at the 90% bound is named.
     unsafe = replace(found, tried=[p for p in found.tried if p.verdict != "meets with 90 %"])
     nearest = min(p.figures["ttft_p99_ms"] * p.errors["ttft"].p90 for p in unsafe.tried if p.meets)
-    (line,) = [line for line in notes(unsafe) if line.startswith("No fleet tried meets with 90 %")]
+    _, line = answer(unsafe)
+    assert line.startswith("No fleet tried meets with 90 %")
     assert f"TTFT p99 {nearest:,.0f} ms" in line
