@@ -117,6 +117,11 @@ class PlanTab {
   report(report) {
     const priced = Boolean(report.currency), [first] = report.plans;
     const said = report.undecided ?? verdict(report, priced);
+    if (report.undecided) {
+      this.tell(el("h2", { class: "verdict", text: said }));
+      announce(said);
+      return;
+    }
     const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2),
       ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
@@ -126,11 +131,11 @@ class PlanTab {
     const nodes = [el("h2", { class: "verdict", text: said })];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
     if (first || !tooLong(report)) nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
-      el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
+      el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99 % of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
     if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report, this.named));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
-      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Filled fleets meet all objectives. Cards that cost as much stand side by side." }),
-      ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both", head, report.front.map(row))),
+      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Filled fleets meet all objectives. Of settings with equally few GPUs the plan takes the highest precision, even if a lower one is faster, because lower ones change the model's answers. Cards that cost as much stand side by side." }),
+      ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both cost and requests in time", head, report.front.map(row))),
       folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, they are at the median error of measured runs." }), table("Figures", head, plans.map(row))));
     const other = [];
     if (report.adaptive.length) other.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
@@ -164,7 +169,7 @@ const nearest = ({ unmet }) => [...unmet].sort((a, b) => b.share_in_time - a.sha
 
 /** How many requests no card can serve, such as "30 of 300", if more GPUs serve no more; else undefined. */
 function tooLong(report) {
-  const told = Object.values(report.refused).map((text) => text.match(/^([\d,]+) of ([\d,]+) requests/)), [best] = nearest(report);
+  const told = Object.values(report.refused).map((text) => text.match(/^([\d,]+) of ([\d,]+) requests .* count as late/)), [best] = nearest(report);
   const [least] = told.filter(Boolean).map(([, some, all]) => [some, all]).sort((a, b) => number(a[0]) - number(b[0]));
   return least && told.length === new Set(report.unmet.map(({ hardware }) => hardware)).size && best.share_in_time > 1 - number(least[0]) / number(least[1]) - 0.001 ? least.join(" of ") : undefined;
 }
@@ -181,14 +186,16 @@ function latency(plan, objective, error) {
 }
 
 /** What may change the choice of the first plan, a sentence each. */
-function warnings({ plans, currency, growth, objectives }) {
+function warnings({ plans, tried, currency, growth, objectives }) {
   const [first] = plans, others = plans.filter(({ n_gpus: gpus }) => gpus === first.n_gpus).length - 1;
   const outgrown = growth.find(({ meets }) => !meets), needed = outgrown?.gpus_needed;
   const missed = outgrown && objectives.filter((objective) => latency({ ...first, ...outgrown }, objective, "p50") > Number(objective.split("=")[1]));
   const why = missed?.length ? missed.map((objective) => `${told(objective)} (it would be ${compact(latency({ ...first, ...outgrown }, objective, "p50"))} ms)`).join(" and ") : "the objectives with enough certainty";
+  const safe = tried.filter(({ verdict: one }) => one === "meets with 90 %").sort((a, b) => (a.cost_per_hour ?? a.n_gpus) - (b.cost_per_hour ?? b.n_gpus))[0];
   return [
+    first.verdict === "likely" && (safe ? `Smallest fleet tried that is 90 % certain: ${rent(safe)}, ${settingOf(safe)}.` : "No fleet that was tried is 90 % certain."),
     !currency && others && `No prices were given: of ${others + 1} cards with equally many GPUs, the one with the least memory is first. Enter your prices to compare them by cost.`,
-    outgrown && `With ${outgrown.traffic} times the traffic it no longer meets ${why}${needed ? `: that takes ${needed} GPUs with these settings` : ""}.`,
+    outgrown && `With ${outgrown.traffic} times the traffic it no longer meets ${why}${needed ? `: that takes ${needed} ${needed > 1 ? "GPUs" : "GPU"} with these settings` : ""}.`,
     first.n_replicas === 1 && "A single replica serves nothing while it fails or restarts: set Replicas, at least, to 2 if that matters.",
     !["FP16", "BF16"].includes(first.precision) && `${first.precision} changes the model's answers, which this plan does not measure: choose 16 bit only if they must stay.`,
   ].filter(Boolean);
@@ -204,7 +211,7 @@ function verdict(report, priced) {
     return `No fleet in the search meets ${asked}: the nearest, ${rent(best)}, serves ${percent(best.share_in_time, 2)} of the requests in time.`;
   }
   const cost = priced ? `, at ${plan.cost_per_hour.toFixed(2)} ${report.currency} per hour, ${compact(plan.cost_per_million_tokens)} per million output tokens` : "";
-  return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "likely to meet" : "meets with 90 % certainty"} ${asked}.`;
+  return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "about even odds or better (likely) to meet" : "meets with 90 % certainty"} ${asked}.`;
 }
 
 /**
