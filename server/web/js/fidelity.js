@@ -9,14 +9,15 @@ export async function start(panel) {
   const data = await own("data/fidelity.json");
   fill(panel,
     el("h2", { text: "How far is the simulated fleet from a real one?" }),
-    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one published measurement on an A100; on the diagonal the prediction is exact. Hollow points were used for fitting; only the filled ones are predictions.` }));
+    el("p", { text: `Model ${data.model} on A100 GPUs. Each point is one published measurement; on the diagonal the prediction is exact. Hollow points (calibration) were used to fit the simulator; filled ones were held out: only they are predictions.` }));
   const batches = batchScatter(data.batches), served = servedScatter(data.served);
   panel.append(
     el("div", { class: "charts wide" }, batches.figure, served.figure),
     table("Static batches: error of the time to finish", ["Runs", "Predicted by", "Rows", "Median", "90th percentile", "Worst", "Bias"],
-      data.batch_errors.map((e) => [e.group, e.predicted_by, e.rows, percent(e.median, 1), percent(e.p90, 1), percent(e.worst, 1), signed(e.bias)])),
+      data.batch_errors.map((e) => [e.group, e.predicted_by === "committed table" ? "lookup table" : e.predicted_by, e.rows, percent(e.median, 1), percent(e.p90, 1), percent(e.worst, 1), signed(e.bias)])),
+    el("p", { class: "note", text: `Step model: formulas for the time of one step of an engine. Lookup table: what episodes read, computed with them for ${data.hardware}. Fits the cache: only runs whose whole batch fits into the KV cache.` }),
     servedTable(data.served_errors),
-    el("p", { class: "note", text: "Eager: these runs did not use CUDA graphs, which the model assumes, so its predictions for them are too fast. Output lengths were not published; they are inferred." }),
+    el("p", { class: "note", text: "TTFT: time to first token; TPOT: time per output token; p50, p90, p99: percentiles; burst: while the arrival rate peaks, pre-burst: before that. Eager: these runs did not use CUDA graphs, which the model assumes, so its predictions for them are too fast. Output lengths were not published; they are inferred." }),
     coverage(data.coverage));
   batches.fit();
   served.fit();

@@ -92,7 +92,7 @@ class Rollouts {
       el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache: keep the share of the pool below 100 %. Conversations grow with every turn: fewer fit later than at the start." }));
     [this.story, this.readings] = [el("p", { class: "story" }), el("dl", { class: "readings" })];
     [this.trouble, this.scores] = [el("div"), el("div")];
-    this.who = el("details", { hidden: true }); // until the players are there
+    this.who = el("details", { hidden: true, open: true }); // until the players are there
     this.out = el("section", { class: "result", "aria-label": "Result" });
     [this.board, this.legend] = [el("div", { class: "charts wide" }), el("div", { class: "legend" })];
     this.node = el("div", {},
@@ -101,9 +101,9 @@ class Rollouts {
         el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), field("Pace", this.pace), this.play, this.again),
         el("aside", { class: "side" }, this.story, this.knob,
           this.readings),
-        el("div", { class: "stage" }, this.trouble, this.lead, this.out, this.legend, this.who, this.board,
-          el("p", { class: "note", text: "Computed for nothing: prompt tokens computed beyond what the most economical policy computes for each token written. During an episode this is an estimate, because first prompts are all new." }),
-          this.scores)));
+        el("div", { class: "stage" }, this.trouble, this.lead, this.out, this.legend, this.board,
+          el("p", { class: "note", text: "Computed for nothing: prompt tokens that a more sparing policy would have found in the cache. They are counted from the policy that computes the fewest prompt tokens per token written; during an episode this is an estimate, because first prompts are all new." }),
+          this.scores, this.who)));
     this.putCap();
     addEventListener("pagehide", () => keep(KEPT, this.at, this.mine?.caps.length ? { task: this.task.task_id, seed: this.seedInput.value, shared: this.shared && packCaps(this.shared), cap: this.cap, pace: this.pace.value, playing: this.playing, mine: this.mine, ghost: this.ghost } : null));
   }
@@ -219,7 +219,7 @@ class Rollouts {
     this.coach(second, now);
     fill(this.readings, ...[
       ["Second", String(second)], ["Hit rate", hit === null ? "–" : percent(hit), hit !== null && hit < 0.5],
-      ["For nothing", compact(wasted(mine, this.least, second))], ["Finished", `${now("sessions_finished")} of ${this.task.sessions}`],
+      ["Computed for nothing", compact(wasted(mine, this.least, second))], ["Finished", `${now("sessions_finished")} of ${this.task.sessions}`],
       ["In flight", String(now("sessions_in_flight") + now("interactive_in_flight"))],
       ["Share of pool", percent(now("context_share")), now("context_share") > 1],
     ].map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));

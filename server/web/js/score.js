@@ -84,7 +84,7 @@ export function scoreBoard(rows) {
   const head = [...(alone ? [] : ["Place"]), "Player", "Score", ...parts.map(words)];
   const body = rows.map((row) => el("tr", { class: row.key === "you" ? "you" : "" },
     alone ? null : el("td", { text: String(placeOf(row, rows)) }),
-    el("th", { scope: "row" }, el("span", { class: `chip ink-${row.colour}`, text: row.label })),
+    el("th", { scope: "row" }, el("span", { class: `chip ink-${row.colour}`, title: row.title, text: row.label })),
     barCell(row.score, row.colour, true),
     ...parts.map((part) => {
       const value = row.breakdown[part];
