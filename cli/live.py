@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from live.observer import Adviser
     from live.publish import AdvicePage
 
+    bounds = _bounds(args.bound or [], args.step) if args.what == "control" else None
     load_own_agents([args.agent])
     task = get_task(args.task)
     engine = engine_at(args.backend, args.engine, args.control_file)
@@ -104,10 +105,9 @@ def run(args: argparse.Namespace) -> int:
         if page is not None:
             print(f"serving the advice on http://127.0.0.1:{page.port}/metrics", flush=True)
         controller = None
-        if args.what == "control":
+        if bounds is not None:
             from live.observer import Controller
 
-            bounds = _bounds(args.bound or [], args.step)
             controller = Controller(engine, adviser, bounds, args.audit, args.dead_man, args.missed, args.dry_run)
             print(f"your setting: {_knobs(controller.own)}; every second is a line of {args.audit}", flush=True)
         end = None if args.seconds is None else time.monotonic() + args.seconds

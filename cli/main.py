@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from inferencegym import __version__
 from inferencegym.errors import InferenceGymError, did_you_mean
@@ -81,9 +81,18 @@ def _parsed(arguments: Sequence[str], chosen: str | None) -> argparse.Namespace:
     return args
 
 
-def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others, without the list of options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit with status 2."""
+        hint = "" if "--help" in message else f"; see {self.prog} --help"
+        self.exit(2, f"{self.prog}: {message}{hint}\n")
+
+
+def _parser(chosen: str | None) -> tuple[_Parser, dict[str, _Parser]]:
     """Parser of all commands, and those of each, of which the chosen one has its options."""
-    parser = argparse.ArgumentParser(prog="inferencegym", description="RL environment for LLM-inference control.")
+    parser = _Parser(prog="inferencegym", description="RL environment for LLM-inference control.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands = {}

@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--clients", type=int, default=64, help="clients of the largest closed loop (default 64)")
     told = parser.add_argument_group("properties that the engine does not report")
-    told.add_argument("--kv-bytes-per-token", type=float, help="bytes of KV cache per token on a card")
+    told.add_argument(
+        "--kv-bytes-per-token",
+        type=float,
+        help="bytes of KV cache per token on a card (needed unless vLLM was started with --kv-cache-memory-bytes)",
+    )
     told.add_argument("--kv-pool-tokens", type=int, help="tokens that the KV pool holds (default: as vLLM reports)")
     told.add_argument("--block-tokens", type=int, help="tokens per KV block (default: as vLLM reports)")
     told.add_argument(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from cli.import_trace import add_log_arguments, log_lines, print_log, read_log
 from cli.tables import add_drafts_argument, add_kv_cache_argument, add_table_arguments, chosen_tables
+
+if TYPE_CHECKING:
+    from simulator.hardware.tables import ServingTables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +61,20 @@ def run(args: argparse.Namespace) -> int:
     """Replay the log under every policy."""
     from agents.registry import load_own_agents
     from cli.figures import export_path, print_report, write_export
+    from inferencegym.errors import InvalidConfigError, short_repr
     from inferencegym.files import require_matplotlib, require_writable
     from inferencegym.tasks import get_task
     from ops.export import EXPORTS, settings_of
     from ops.prices import load_prices
     from ops.report import shadow_figures, shadow_report, write_page
-    from ops.shadow import shadow
+    from ops.shadow import CONSTANT, FIXED, shadow
 
+    agents = agent_names(",".join(args.agent or ["heuristic"]))
+    if args.export_policy is not None and args.export is None:
+        raise InvalidConfigError("--export-policy names whose settings --export writes: give --export vllm")
+    if args.export_policy not in (None, FIXED, CONSTANT, *agents):
+        known = ", ".join((FIXED, CONSTANT, *agents))
+        raise InvalidConfigError(f"--export-policy={short_repr(args.export_policy)} is not compared: one of {known}")
     export_file = export_path(args, "shadow")
     if args.html:
         require_matplotlib()
@@ -72,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if export_file:
         require_writable(export_file)
     tables = chosen_tables(args, args.kv_cache_dtype)
-    agents = agent_names(",".join(args.agent or ["heuristic"]))
+    fixed = _baseline(args.baseline, tables)
     load_own_agents(agents)
     imported = read_log(args.trace, args)
     if not args.json:
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     report = shadow(
         imported.log,
         agents,
-        fixed=_object(args.baseline),
+        fixed=fixed,
         n_gpus=args.gpus,
         slo_ms=args.slo_ms,
         task=get_task(args.task) if args.task else None,
@@ -114,6 +124,32 @@ def agent_names(text: str) -> list[str]:
             names.append(text[start:i].strip())
             start = i + 1
     return [name for name in names if name]
+
+
+_VLLM_NAMES: Final = {
+    "max_num_seqs": "batch_size",
+    "gpu_memory_utilization": "kv_budget",
+    "num_speculative_tokens": "spec_length",
+    "quantization": "quant_tier",
+    "dtype": "quant_tier",
+}
+"""Knobs by vLLM's names for them."""
+
+
+def _baseline(text: str, tables: ServingTables) -> dict[str, Any]:
+    """The user's settings; a precision may have its name in the table."""
+    from inferencegym.errors import InvalidConfigError, short_repr
+
+    fixed = _object(text)
+    for name in fixed:
+        if (knob := _VLLM_NAMES.get(name.lower().replace("-", "_"))) is not None:
+            raise InvalidConfigError(f"--baseline: unknown field {name}: did you mean {knob}?")
+    if isinstance(tier := fixed.get("quant_tier"), str):
+        if tier.upper() not in tables.tiers:
+            known = ", ".join(tables.tiers)
+            raise InvalidConfigError(f"--baseline: quant_tier={short_repr(tier)} is not in the table: one of {known}")
+        fixed["quant_tier"] = tables.tiers.index(tier.upper())
+    return fixed
 
 
 def _object(text: str) -> dict[str, Any]:

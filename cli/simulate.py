@@ -18,6 +18,7 @@ from inferencegym.models import ROUTERS
 if TYPE_CHECKING:
     from ops.objectives import Objective
     from ops.played import PlayedLoad
+    from simulator.hardware.tables import ServingTables
     from simulator.load.requests import RequestLog
 
 SWEEP_POINTS: Final = 12
@@ -137,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
     from ops.objectives import parse_objective
 
     _check(args)
+    tables = chosen_tables(args, args.kv_cache_dtype)
     objectives = [parse_objective(text) for text in args.objective]
     log = None
     if args.trace is not None:
@@ -144,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         log = imported.log
         if not args.json:
             print_log(args.trace, imported)
-    serve = _server(args, log)
+    serve = _server(args, log, tables)
     if args.sweep is not None:
         return _sweep(args, objectives, serve)
     served = serve(None)
@@ -210,14 +212,13 @@ def _check_drawn(args: argparse.Namespace) -> None:
             raise InvalidConfigError(f"--qps does not go with {other}, which sets the rate itself", name)
 
 
-def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
+def _server(args: argparse.Namespace, log: RequestLog | None, tables: ServingTables) -> Any:
     """A function that serves the load at a rate (None: the rate of the options or the log)."""
     from cli.figures import progress_line
     from inferencegym.models import ServeAction
     from ops.played import PlayedLoad
     from simulator.whatif import steady_requests
 
-    tables = chosen_tables(args, args.kv_cache_dtype)
     for warning in tables.meta.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
     knobs = {

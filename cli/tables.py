@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def add_table_arguments(parser: Any) -> None:
     """Add the alternatives ``--hardware`` and ``--table`` to a parser or a group of its options."""
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--hardware", help="table of the catalogue, or with --model a card (default a100-40gb)")
+    chosen.add_argument(
+        "--hardware", help="table of the catalogue, or with --model a card that has one table of it (default a100-40gb)"
+    )
     chosen.add_argument("--table", type=Path, help="your own table, written by measure or import-bench")
     parser.add_argument("--model", help="with --hardware CARD: the model, such as llama-3.1-8b")
 

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 
 import httpx
 
-from inferencegym.errors import RemoteError, ServerUnavailableError, short_text
+from inferencegym.errors import RemoteError, ServerUnavailableError, refusal, short_text
 from live.metrics import MetricsPage, read_page
 
 TOKEN_IDS: Final = (100, 1100)
@@ -101,6 +101,8 @@ class EngineApi:
         model: str | None = None,
         priorities: bool = False,
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise refusal("engine", url, f"an address with http:// or https://, such as http://{url}")
         self.url = url.rstrip("/")
         self.model = model
         self.max_model_len: int | None = None

@@ -24,7 +24,7 @@ from ops.log.reader import Imported, import_log
 from ops.objectives import parse_objective
 from ops.plan import make_plan, registered_tables
 from ops.prices import read_prices
-from ops.report import notes, table_notes
+from ops.report import notes, precision_note, table_notes
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
 from ops.worker import confine, in_fields, request_parts, serve
@@ -58,7 +58,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
     names = [outcome.policy for outcome in report.outcomes]
     export = {name: written(settings_of(report, tables, name, imported.model)) for name in names}
     told = [
-        *filter(None, [report.refused, report.short]),
+        *filter(None, [report.refused, report.short, precision_note(report, tables)]),
         scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES),
         *table_notes(tables),
     ]

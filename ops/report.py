@@ -477,14 +477,25 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
     lines = [
         f"fixed: {_shadow_setting(report.fixed_action, tables)}",
         f"best_constant: {_shadow_setting(report.outcomes[1].action, tables)}",
-        f"* {verdict(report)}",
+        "KV is the share of the KV pool that the setting uses; vLLM's own default comes to about 1.",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
         f"Simulated on {report.hardware}, table {report.table_sha256[:12]}. Support by measurements of the "
         f"seconds of {best.policy}: {shares}.",
         *table_notes(tables),
     ]
     gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
-    return Report(gpus, shown, lines, [f"{text}." for text in (report.refused, report.short) if text])
+    before = [f"{text}." for text in (report.refused, report.short) if text]
+    before.append(f"* {verdict(report)}")
+    before += [note] if (note := precision_note(report, tables)) else []
+    return Report(gpus, shown, lines, before)
+
+
+def precision_note(report: ShadowReport, tables: ServingTables) -> str:
+    """Which outcomes use other precisions than the user's own setting, one sentence; empty if none does."""
+    mine = report.fixed_action["quant_tier"]
+    others = [o.policy for o in report.outcomes if set(o.timeline["quant_tier"]) - {mine}]
+    told = f"At other precisions than yours ({tables.tiers[mine]}): {', '.join(others)}; answers may change."
+    return told if others else ""
 
 
 def table_notes(tables: ServingTables) -> list[str]:
