@@ -364,7 +364,7 @@ def test_a_report_names_settings_in_words_and_the_table_by_its_hardware() -> Non
     fixed = {"batch_size": 64, "quant_tier": "INT8", "kv_budget": 0.912345, "spec_length": 2, "prefill_disagg": True}
     report = shadow(flood(20), [], fixed=fixed, n_gpus=2)
     lines = shadow_report(report, load_tables()).lines
-    assert lines[0] == "fixed: INT8, batch 64, KV 0.912, 2 drafts, separate prefill"
+    assert lines[0] == "fixed: INT8, batch 64, 2 drafts, KV 0.912, separate prefill"
     assert lines[-1].startswith("Simulated on a100-40gb, table ")
 
 
