@@ -103,11 +103,15 @@ def gym_scores(env_id: str, decide: Decide, seeds: Sequence[int] = HELD_OUT_SEED
     import gymnasium
     from gymnasium.vector import AutoresetMode
 
-    envs: Any = gymnasium.make_vec(env_id, num_envs=len(seeds), autoreset_mode=AutoresetMode.DISABLED, **settings)
-    seen, info = envs.reset(seed=list(seeds))
-    while "score" not in info:
-        seen, _, _, _, info = envs.step(decide(seen))
-    scores: FloatArray = info["score"]
+    envs: Any = gymnasium.make_vec(env_id, num_envs=len(seeds), autoreset_mode=AutoresetMode.NEXT_STEP, **settings)
+    seen, _ = envs.reset(seed=list(seeds))
+    scores, left = np.zeros(len(seeds)), np.ones(len(seeds), dtype=np.bool_)
+    while left.any():  # rollouts end at different times; what a row plays after its end does not count
+        seen, _, terminated, truncated, info = envs.step(decide(seen))
+        ended = left & (terminated | truncated)
+        if ended.any():
+            scores[ended] = info["score"][ended]
+            left &= ~ended
     return scores
 
 

@@ -72,7 +72,12 @@ def _check_config(task_id: TaskId, config: Mapping[str, Any] | None) -> object:
 def _action_space() -> Any:
     from gymnasium import spaces  # a server that makes no arrays goes without
 
-    return spaces.Discrete(MAX_SESSIONS, start=1)
+    return spaces.Discrete(MAX_SESSIONS)
+
+
+def _decode(action: Any) -> int:
+    """The cap is the action plus one: Stable-Baselines3 takes only spaces that start at 0."""
+    return int(action) + 1
 
 
 def _observation_space() -> Any:
@@ -107,7 +112,7 @@ FAMILY: Final = Family(
         action_space=_action_space,
         observation_space=_observation_space,
         encode=_encode,
-        decode=int,
+        decode=_decode,
     ),
     http=HttpShape(step_info=_step_info_schema()),
     reward_range=(-1.0, 1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 import inferencegym.gym  # noqa: F401 - registers the ids
+from agents.evaluate import gym_scores
 from agents.families import compare_policies, run_policy
 from agents.seeds import held_out_seeds
 from env.families import FAMILIES, family_of
@@ -167,10 +169,30 @@ def test_gymnasium_accepts_the_environment_and_its_vector_form_plays_the_same() 
     for _ in range(40):
         seen, reward, terminated, _, info = rows.step(np.array([3, 6, 9]))
         alone, alone_reward, *_ = env.step(9)
+        assert alone[1] == 10
         assert np.array_equal(seen[2], alone)
         assert reward[2] == alone_reward
     assert terminated.all()
     assert info["score"][2] == env.unwrapped.grade()["score"]
+
+
+def test_stable_baselines3_trains_on_it_and_its_model_is_scored() -> None:
+    ppo, env_id = pytest.importorskip("stable_baselines3").PPO, "InferenceGym/RolloutBatch-v1"
+    from agents.integrations.sb3 import SB3VecEnv
+
+    rows = SB3VecEnv(gymnasium.make_vec(env_id, num_envs=2, config=SHORT, autoreset_mode="SameStep"))
+    for envs in (gymnasium.make(env_id, config=SHORT), rows):
+        model = ppo("MlpPolicy", envs, n_steps=64, seed=0, device="cpu").learn(128)
+        assert model.num_timesteps == 128
+    values = gym_scores(env_id, lambda seen: model.predict(seen, deterministic=True)[0], range(2), config=SHORT)
+    assert ((values > 0.0) & (values <= 1.0)).all()
+
+
+def test_gym_scores_are_those_of_episodes_that_end_at_different_times() -> None:
+    seeds = range(10_000, 10_003)
+    capped = gym_scores("InferenceGym/RolloutMix-v1", lambda seen: np.full(len(seen), 11), seeds)
+    alone = scores(partial(make_controller, "constant:12"), seeds, get_rollout_task("rollout-mix"))
+    assert capped == pytest.approx(alone, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "ppo", "constant:7"])
