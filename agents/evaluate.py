@@ -18,9 +18,9 @@ from agents.episodes import EpisodeResults, run_episodes
 from agents.protocol import Agent, FloatArray
 from agents.registry import AGENTS, make_agent
 from agents.seeds import HELD_OUT_SEEDS
-from inferencegym.errors import InferenceGymError
+from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS
-from inferencegym.tasks import TaskSpec
+from inferencegym.tasks import TaskId, TaskSpec, get_task
 
 REFERENCES: Final = ("best_static", "best_adaptive")
 """Solved policies that regret is measured against, in addition to the agents asked for."""
@@ -47,18 +47,21 @@ class Interval:
         return {"mean": self.mean, "ci95_low": self.low, "ci95_high": self.high}
 
 
-def interval(values: FloatArray) -> Interval:
-    """Mean and 95 % t interval of independent values (n,), n >= 2."""
+def interval(values: FloatArray | Sequence[float]) -> Interval:
+    """Mean and 95 % t interval of independent values (n,); :class:`InvalidConfigError` for fewer than two."""
     from scipy.stats import t
 
+    values = np.asarray(values, dtype=np.float64)
+    if len(values) < 2:
+        raise InvalidConfigError(f"{len(values)} value: an interval needs the scores of two seeds or more", "values")
     mean = float(values.mean())
     half = float(t.ppf(0.975, len(values) - 1)) * float(values.std(ddof=1)) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 
-def paired(a: FloatArray, b: FloatArray) -> Interval:
+def paired(a: FloatArray | Sequence[float], b: FloatArray | Sequence[float]) -> Interval:
     """Mean of ``a - b`` and its 95 % interval; both are of the same seeds."""
-    return interval(a - b)
+    return interval(np.subtract(a, b))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +90,13 @@ class Evaluation:
 
 
 def evaluate(
-    agent: str | Agent, task: TaskSpec, seeds: Sequence[int] = HELD_OUT_SEEDS, name: str = "", **play: Any
+    agent: str | Agent, task: TaskSpec | TaskId, seeds: Sequence[int] = HELD_OUT_SEEDS, name: str = "", **play: Any
 ) -> Evaluation:
-    """Evaluate an agent (an object or a registered name) on a task, one episode per seed.
+    """Evaluate an agent (an object or a registered name) on a task or its id, one episode per seed.
 
     ``play`` are further arguments of :func:`agents.episodes.run_episodes`.
     """
+    task = task if isinstance(task, TaskSpec) else get_task(task)
     chosen = make_agent(agent, task) if isinstance(agent, str) else agent
     label = name or (agent if isinstance(agent, str) else type(agent).__name__)
     return evaluation_of(label, run_episodes(task, chosen, seeds, **play))

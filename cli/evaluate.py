@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "best_static[:FOLDER], best_adaptive[:FOLDER], constant:'{\"batch_size\": 256}' (other knobs as fixed-32); "
         "one of your own, package.module:Class; or all; may be given several times (default: all)",
     )
+    parser.add_argument("--against", metavar="AGENT", help="print differences to this agent, paired by seed")
     parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
     parser.add_argument(
         "--ray",
@@ -63,14 +64,17 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         check_table(args.out)
         require_writable(args.out)
-    load_own_agents(args.agent or [])
+    against = [args.against] if args.against else []
+    load_own_agents([*(args.agent or []), *against])
     ids = args.task or [task.task_id for task in list_tasks()]
-    names = args.agent or ["all"]
+    names = [*(args.agent or ["all"]), *against]
     if args.reference:
         results = [_compare_in_reference(task_id, names, args) for task_id in ids]
     else:
         with _ray_workers(args) as workers:
             results = [_compare(task_id, names, args.seeds, workers) for task_id in ids]
+    for result in results if args.against else ():
+        _add_differences(result, args.against)
     if args.json:
         print(json.dumps({"results": results}, indent=2))
     else:
@@ -152,19 +156,41 @@ def _compare_in_reference(task_id: Any, names: list[str], args: argparse.Namespa
     return compare(task, names, seeds, evaluate_all)
 
 
+def _add_differences(result: Mapping[str, Any], against: str) -> None:
+    """Add to each agent's entry ``minus_against``, its paired difference to one of the agents."""
+    from agents.evaluate import paired
+    from inferencegym.errors import InvalidConfigError
+
+    scores = {entry["agent"]: entry.get("scores") for entry in result["agents"]}
+    if scores[against] is None:
+        raise InvalidConfigError(f"--against needs scores by seed, and task {result['task']} draws nothing by seed")
+    for entry in result["agents"]:
+        entry["minus_against"] = {"agent": against, **paired(entry["scores"], scores[against]).to_dict()}
+
+
 def _table(result: dict[str, Any]) -> str:
     if "optimum" in result:  # of traffic tasks, where the planner computes it exactly
         from env.traffic.report import traffic_table
 
         return traffic_table(result)
-    seeds, columns = result["seeds"], {"score": 24, "over_naive": 26, "regret": 26}
+    seeds, columns = result["seeds"], {"score": 24, "over_naive": 28, "minus_against": 28, "regret": 28}
     shown = {name: width for name, width in columns.items() if name in result["agents"][0]}
-    best = f"; regret is the distance to {result['best_known']['agent']}" if "best_known" in result else ""
-    heads = "".join(f"{name.replace('_', ' '):>{width}}" for name, width in shown.items())
-    lines = [f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95% CI]{best}", f"{'agent':<16}{heads}"]
+    if "minus_against" in shown:
+        shown.pop("over_naive", None)
+    heads = "".join(f"{name.replace('minus_', '').replace('_', ' '):>{width}}" for name, width in shown.items())
+    lines = [f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95% CI]", f"{'agent':<16}{heads}"]
     for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
         label = entry["agent"] if len(entry["agent"]) < 16 else entry["agent"] + "\n" + " " * 16
-        lines.append(f"{label:<16}" + "".join(f"{_cell(entry, name):>{width}}" for name, width in shown.items()))
+        lines.append(
+            f"{label:<16}" + "".join(f"{_cell(entry, name):>{width}}" for name, width in shown.items()).rstrip()
+        )
+    if "minus_against" in shown:
+        lines.append(f"against: score minus that of {result['agents'][0]['minus_against']['agent']}")
+    if "best_known" in result:
+        best = result["best_known"]["agent"]
+        lines.append(f"regret: score of {best} minus the agent's; {best} is the best known on these seeds")
+    if len(shown) > 1:
+        lines.append("Differences are paired by seed; ~ marks ties (the interval contains 0).")
     lines += [f"{entry['agent']}: {said}" for entry in result["agents"] for said in entry.get("clamped", ())]
     return "\n".join(lines)
 
@@ -175,4 +201,5 @@ def _cell(entry: Mapping[str, Any], name: str) -> str:
 
     x = entry[name]
     i = Interval(x["mean"], x["ci95_low"], x["ci95_high"]).within(0.0 if name == "score" else -1.0, 1.0)
-    return f"{i.mean:.3f} [{i.low:.3f}, {i.high:.3f}]"
+    tie = "" if name == "score" else " ~" if i.low <= 0.0 <= i.high and i.low < i.high else "  "
+    return f"{i.mean:.3f} [{i.low:.3f}, {i.high:.3f}]{tie}"

@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("board", metavar="BOARD", type=Path, help="leaderboard file; created if it does not exist")
     add.add_argument("submissions", metavar="SUBMISSION", nargs="*", type=Path, help="logs, or lines of another board")
     add.add_argument("--agent", help="agent name for episode logs")
-    add.add_argument("--play", metavar="AGENT", help="play an agent (see `inferencegym evaluate`) and add it")
+    add.add_argument(
+        "--play",
+        metavar="AGENT",
+        action="append",
+        default=[],
+        help="play an agent (see `inferencegym evaluate`) and add it; may be given several times",
+    )
     add.add_argument("--task", action="append", help="task for --play; may be given several times (default: 1 to 3)")
     add.add_argument("--seeds", type=seed_count(1), default=30, help="number of held-out seeds for --play (default 30)")
     check = actions.add_parser("check", help="replay every line and print the ranking", epilog=EPILOG)
@@ -88,9 +94,9 @@ def _submitted(args: argparse.Namespace) -> Iterator[tuple[str, Submission]]:
             except DataFormatError as error:
                 raise DataFormatError(f"{place}: {error}") from error
             yield place, checked
-    if args.play is not None:
-        for submission in _played(args.play, args.task or ["1", "2", "3"], args.seeds):
-            yield args.play, submission
+    for agent in args.play:
+        for submission in _played(agent, args.task or ["1", "2", "3"], args.seeds):
+            yield agent, submission
 
 
 def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]]:

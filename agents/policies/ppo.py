@@ -61,7 +61,10 @@ class PolicyFile:
                 header = json.loads(str(stored["header"]))
                 layers = [(stored[f"w{i}"], stored[f"b{i}"]) for i in range((len(stored.files) - 1) // 2)]
         except (OSError, ValueError, KeyError, EOFError) as error:
-            raise DataFormatError(f"{path}: not a policy file ({error}); `inferencegym train` writes them") from error
+            raise DataFormatError(
+                f"{path}: not a policy file ({error}); `inferencegym train` writes them, and models of "
+                "Stable-Baselines3 are scored with gym_scores of inferencegym.learning"
+            ) from error
         if header.get("version") != FILE_VERSION:
             raise DataFormatError(f"{path}: version {header.get('version')!r} of policy files is not {FILE_VERSION}")
         wide = [(w.astype(np.float64), b.astype(np.float64)) for w, b in layers]
@@ -75,6 +78,12 @@ class PpoAgent:
         self.policy = policy
         constants = get_calibration(task.task_id)
         self._observations = ObservationCodec(task, task.config(), constants, policy.observation)
+        reads, gives = len(policy.layers[0][0]), len(self._observations.low)
+        if reads != gives:
+            raise InvalidConfigError(
+                f"the policy reads {reads} numbers and task {task.task_id} gives {gives} (observation="
+                f"{policy.observation!r}): it was trained on another task"
+            )
         self._actions = action_codec(policy.action, task.fleet.max_replicas, constants.replica_knobs)
         self._n_knobs = action_size(task.fleet)
 

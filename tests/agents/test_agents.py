@@ -595,7 +595,7 @@ def test_the_evaluate_command_prints_json_with_every_seed(capsys: pytest.Capture
 def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--task", "1", "--agent", "vllm_defaults", "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "regret is the distance to " in printed
+    assert "regret: score of vllm_defaults minus the agent's; vllm_defaults is the best known on these seeds" in printed
     assert "0.999 [0.988, 1.000]" in printed  # no score is above 1; the interval of Student's t ends at 1.010
     assert main(["evaluate", "--task", "1", "--agent", "nobody"]) == 2
     assert "agent 'nobody' is unknown: the agents are naive, " in capsys.readouterr().err
@@ -603,6 +603,29 @@ def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: 
     assert "agent 'heuristic_' is unknown: did you mean heuristic? The agents are naive, " in capsys.readouterr().err
     assert main(["evaluate", "--task", "autoscal"]) == 2
     assert "'autoscal' is not a task: did you mean autoscale? Valid ids are " in capsys.readouterr().err
+
+
+def test_differences_to_a_named_agent_are_paired_and_mark_ties(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["evaluate", "--task", "autoscale", "--agent", "hpa", "--against", "best_adaptive", "--seeds", "10"]
+    assert main([*command, "--json"]) == 0
+    hpa = json.loads(capsys.readouterr().out)["results"][0]["agents"][0]
+    seeds = range(10_000, 10_010)
+    hpa_scores, searched = (evaluate(name, "autoscale", seeds).scores for name in ("hpa", "best_adaptive"))
+    assert hpa["minus_against"] == {"agent": "best_adaptive", **paired(hpa_scores.tolist(), searched).to_dict()}
+    assert main(command) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    low, high = (hpa["minus_against"][end] for end in ("ci95_low", "ci95_high"))
+    assert low < 0.0 < high
+    assert f"{hpa['minus_against']['mean']:.3f} [{low:.3f}, {high:.3f}] ~" in rows["hpa"]
+    assert rows["best_adaptive"].count("0.000 [0.000, 0.000]") == 1
+    assert main(["evaluate", "--task", "task_easy", "--agent", "random", "--against", "random"]) == 2
+    assert "--against needs scores by seed" in capsys.readouterr().err
+
+
+def test_an_interval_needs_two_values() -> None:
+    assert interval([0.2, 0.4]) == interval(np.array([0.2, 0.4]))
+    with pytest.raises(InvalidConfigError, match="two seeds or more"):
+        interval([0.2])
 
 
 OWN = """

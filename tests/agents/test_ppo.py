@@ -315,6 +315,16 @@ def test_a_policy_keeps_its_knobs_for_as_long_as_it_was_taught_to() -> None:
     assert len(np.unique(played[:, 0])) > 10
 
 
+def test_a_policy_of_another_observation_or_library_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=r"reads 33 numbers and task autoscale-mix gives 32 .*another task"):
+        PpoAgent(PolicyFile.load(shipped_policy(get_task("autoscale"))), get_task("autoscale-mix"))
+    pytest.importorskip("stable_baselines3").PPO("MlpPolicy", InferenceGymEnv(1), device="cpu").save(
+        tmp_path / "ppo.zip"
+    )
+    with pytest.raises(DataFormatError, match="gym_scores"):
+        PolicyFile.load(tmp_path / "ppo.zip")
+
+
 def test_a_row_gets_the_same_knobs_alone_and_in_any_batch() -> None:
     rng = np.random.default_rng(1)
     layers = [(rng.normal(size=(14, 64)), rng.normal(size=64)), (rng.normal(size=(64, 5)), rng.normal(size=5))]

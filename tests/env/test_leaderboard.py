@@ -53,8 +53,8 @@ def test_equal_means_share_a_rank_whatever_their_order_in_the_file() -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     board = tmp_path_factory.mktemp("board") / "board.jsonl"
-    for agent in ("naive", "heuristic"):
-        assert main(["leaderboard", "add", str(board), "--play", agent, "--task", "1", "--seeds", "2"]) == 0
+    agents = ["--play", "naive", "--play", "heuristic"]
+    assert main(["leaderboard", "add", str(board), *agents, "--task", "1", "--seeds", "2"]) == 0
     return [json.loads(line) for line in board.read_text(encoding="utf-8").splitlines()]
 
 
