@@ -55,12 +55,13 @@ def serving_briefing(
     config = config or {}
     length, hold = config.get("episode_length", task["episode_length"]), config.get("hold", 1)
     steps = -(-length // hold)
+    fleet = "1 replica" if task["n_replicas"] == 1 else f"{task['n_replicas']} replicas"
     return "\n".join(
         (
             "You control a fleet that serves a language model. The goal is a high score, from 0 to 1, of the whole "
             f"episode: {task['score']}.",
             f"Task {task['id']}, {task['name']}: {task['description']}",
-            f"The fleet has {task['n_replicas']} replicas on {task['hardware']}. The episode lasts {length} seconds; a "
+            f"The fleet has {fleet} on {task['hardware']}. The episode lasts {length} seconds; a "
             f"step is {hold} of them.",
             "Objectives for the time to first token: " + "; ".join(map(_objective, task["objectives"])) + ".",
             _floods(task),
