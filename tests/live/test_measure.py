@@ -98,7 +98,7 @@ def test_the_load_reveals_the_times_of_a_known_engine(monkeypatch: pytest.Monkey
     monkeypatch.setattr("live.measure.play_closed", VirtualEngine.play_closed)
     monkeypatch.setattr("live.measure.play_open", VirtualEngine.play_open)
     told = replace(BRIEF, seconds=60.0, most_clients=16, max_num_seqs=16, block_tokens=16, kv_pool_tokens=65_536)
-    found = measure_engine(VirtualEngine(""), told)
+    found = measure_engine(VirtualEngine("http://none"), told)
     times = found.fit.times
     assert times.step_ms == pytest.approx(STEP_MS, rel=0.01)
     four_ms = times.rows_ms(4) + 4 * (times.sequence_ms + 100 * times.context_ms)
