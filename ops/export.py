@@ -125,7 +125,7 @@ def settings_of(
     most = int(max(_in_use(line["batch_size"])))
     mean_prompt = float(report.log["prompt_tokens_p50"])
     per_replica = line["running_requests"] / outcome.n_replicas
-    return _settings(
+    return engine_settings(
         tables,
         outcome.peak_memory_gb,
         model,
@@ -144,7 +144,7 @@ def settings_of(
 def engine_files(plan: Plan, tables: ServingTables, report: PlanReport, model: str | None = None) -> dict[str, str]:
     """Configuration files with the plan's settings, by engine, for the model of this name."""
     action = action_of(plan)
-    settings = _settings(
+    settings = engine_settings(
         tables,
         plan.memory_gb,
         model,
@@ -163,7 +163,9 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport, model: s
     return written(settings)
 
 
-def _settings(tables: ServingTables, memory_gb: float, model: str | None, tier: str, **given: Any) -> EngineSettings:
+def engine_settings(
+    tables: ServingTables, memory_gb: float, model: str | None, tier: str, **given: Any
+) -> EngineSettings:
     """Settings ``given``, with those that follow from the table and from the memory in use.
 
     ``model`` is named if it is the table's and has an owner; a checkpoint of another precision is the user's to name.

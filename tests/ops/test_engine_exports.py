@@ -15,7 +15,7 @@ import yaml
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import table_index
-from ops.export import EXPORTS, EngineSettings, _settings, engine_files, written
+from ops.export import EXPORTS, EngineSettings, engine_files, engine_settings, written
 from ops.objectives import parse_objective
 from ops.plan import make_plan
 from simulator.hardware.catalogue import precision_named, table_path, usual_name
@@ -175,7 +175,7 @@ def test_one_number_of_draft_tokens_needs_no_schedule() -> None:
 )
 def test_the_model_in_an_export_is_a_checkpoint_of_its_precision(named: str, tier: str, served: str) -> None:
     tables = load_tables(table_path("h100-qwen3-32b"))
-    settings = _settings(
+    settings = engine_settings(
         tables, 60.0, named, tier, comments=(), max_num_seqs=64, drafts=[], prefill_replicas=0, n_replicas=1
     )
     assert settings.model == served

@@ -453,7 +453,7 @@ def test_other_numbers_of_replicas_may_prefill_than_decode(monkeypatch: pytest.M
     assert plan.action is not None
     assert plan.action["prefill_disagg"]
     assert "2 prefill : 4 decode" in str(plan_report(report).tables)
-    assert "Prefill on 2 more instances" in engine_files(plan, tables["a100-80gb"], report)["vllm"]
+    assert "Start 4 instances for decode and 2 for prefill" in engine_files(plan, tables["a100-80gb"], report)["vllm"]
     assert report.autoscaling == []
     assert any("Autoscaling is not simulated" in note for note in notes(report))
     # Twice the traffic takes about as many more of both.
@@ -498,7 +498,8 @@ def test_the_plans_drafts_are_exported_as_they_were_played(large: PlanReport) ->
     drafts, slots = plan.action["spec_length"], plan.action["batch_size"]
     assert constant_drafts(drafts, slots) == [(1, slots, drafts, "policy")]
     said = engine_files(plan, load_tables(table_path(plan.hardware)), large)["vllm"]
-    assert f'"num_speculative_tokens_per_batch_size": [[1, {slots}, {drafts}]]' in said
+    assert f'"num_speculative_tokens": {drafts}' in said
+    assert "per_batch_size" not in said
 
 
 def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
