@@ -159,21 +159,19 @@ QUESTIONS = {
 
 def choosing() -> str:
     """Which task answers which question, with the room that stored results leave on it."""
-    autoscalers = json.loads((RESULTS / "autoscalers.json").read_text(encoding="utf-8"))["tasks"]
-    hpa = {each["task"]: agent for each in autoscalers for agent in each["agents"] if agent["agent"] == "hpa"}
+    from inferencegym.tasks import get_task
+
     reports = {str(report["task"]): report for report in quality_reports()}
     lines = [
-        "| question | task | best constant | rule | best policy that observes | foresight's lead |",
-        "|" + "---|" * 6,
+        "| question | task | Gymnasium id | best constant | rule | best policy that observes | foresight's lead |",
+        "|" + "---|" * 7,
     ]
     for name, question in QUESTIONS.items():
         report = reports[name]
-        entry = report["adaptive_gap"]["policy"]
-        rule = hpa.get(name, report["difficulty_separation"]["rules"])
-        cells = [f"{report['gameability']['best_constant']['score']['mean']:.3f}"]
-        cells += [f"{rule['score']['mean']:.3f} ({rule.get('agent') or rule['policy']})"]
-        cells += [f"{entry['score']['mean']:.3f} ({entry['policy']})", f"{report['headroom']['gap']:.3f}"]
-        lines.append(f"| {question} | `{name}` | {' | '.join(cells)} |")
+        chosen = (report["difficulty_separation"]["rules"], report["adaptive_gap"]["policy"])
+        cells = [f"`{get_task(name).gym_id}`", f"{report['gameability']['best_constant']['score']['mean']:.3f}"]
+        cells += [f"{each['score']['mean']:.3f} ({each['policy']})" for each in chosen]
+        lines.append(f"| {question} | `{name}` | {' | '.join(cells)} | {report['headroom']['gap']:.3f} |")
     return "\n".join(lines)
 
 
