@@ -35,6 +35,9 @@ const BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320
 /** The knobs that a task offers, in the order of the sliders. */
 export const knobsOf = ({ active_actions: active, max_replicas: most }) => Object.keys(TEXTS).filter((name) => (name === "replicas" ? most : active.includes(name)));
 
+/** Title of a knob's slider. */
+export const titleOf = (name) => TEXTS[name][0];
+
 const counted = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 
 /** The positions of a slider: every value that it may take. */
@@ -99,10 +102,6 @@ export class Knobs {
       this.put(name, knob.fallback);
     }
     this.node.prepend(this.knobs.replicas.box); // where a task scales it decides most
-  }
-
-  title(name) {
-    return TEXTS[name][0];
   }
 
   /** Frame the knob that a hint names, and no other. */

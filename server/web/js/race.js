@@ -6,7 +6,7 @@ import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
 import { announce, copy, download, el, field, fill, problem, seedOf, select } from "./dom.js";
 import { compact, mean, percent, score as shownScore, sum, words } from "./format.js";
-import { Knobs, hints, knobsOf } from "./knobs.js";
+import { Knobs, hints, knobsOf, titleOf } from "./knobs.js";
 import { handed, keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
 import { costOf, explained, mostLost, placeOf, rewarded, scoreBoard, summed } from "./score.js";
@@ -346,7 +346,7 @@ class Race {
 
   /** The lanes of a strip: sliders and their titles. */
   lanes() {
-    return this.lanesOf.map((name) => [name, this.knobs.title(name)]);
+    return this.lanesOf.map((name) => [name, titleOf(name)]);
   }
 
   buildBoard() {
@@ -814,12 +814,12 @@ class Race {
     const found = move?.score > score + GAIN ? move : stay > score + GAIN ? { text: "leave your sliders where they are now from the first second on", score: stay } : undefined;
     this.advised = found?.name ? found : undefined;
     const reached = found?.score ?? score;
-    const start = found?.name && ` Start with the other sliders as they are now and ${this.knobs.title(found.name)} at ${bare(found.name, found.value, this.tiers)}, and move none`;
+    const start = found?.name && ` Start with the other sliders as they are now and ${titleOf(found.name)} at ${bare(found.name, found.value, this.tiers)}, and move none`;
     const slider = found ? `${found.text.replace("Move", "move")}${start ?? ""}: you score ${shownScore(reached)} here.` : "";
     const { called, episode } = this.best, settings = (name) => new Set(episode.action[name]).size;
     const moved = this.lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
     const adapts = episode.score > reached + GAIN && settings(moved) > 1 && (!slider || this.task.max_replicas);
-    return [slider, adapts ? `${slider ? "Still better" : "to score more"}, move ${this.knobs.title(moved)} during the race, as ${called} does (${shownScore(episode.score)}): see Decisions below.` : ""].filter(Boolean).join(" ");
+    return [slider, adapts ? `${slider ? "Still better" : "to score more"}, move ${titleOf(moved)} during the race, as ${called} does (${shownScore(episode.score)}): see Decisions below.` : ""].filter(Boolean).join(" ");
   }
 
   /** Scores of this episode under each run's actions, after the actions `before`, as the server plays them. */

@@ -4,7 +4,7 @@ import { once, own, post } from "./api.js";
 import { TimeChart } from "./charts.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
-import { KnobFields } from "./knobs.js";
+import { KnobFields, titleOf } from "./knobs.js";
 import { player } from "./players.js";
 import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting, tableName } from "./request_log.js";
 import { Strip } from "./strip.js";
@@ -183,11 +183,11 @@ class Trace {
       make({ title: "Throughput", unit: "tokens/s", series }, line("tokens_per_sec")),
     ];
     const strips = players.map(({ label, colour, outcome }) => {
-      const strip = new Strip(label, colour, KNOBS, x.length, tiers);
+      const strip = new Strip(label, colour, KNOBS.map((name) => [name, titleOf(name)]), x.length, tiers);
       this.later.push(() => strip.set(Object.fromEntries(KNOBS.map((name) => [name, outcome.timeline[name]])), x.length));
       return strip.node;
     });
-    return el("div", {}, el("div", { class: "charts" }, ...figures), el("h3", { text: "Knob settings (KV cache, speculation, batch size, separate prefill, precision)" }), ...strips);
+    return el("div", {}, el("div", { class: "charts" }, ...figures), el("h3", { text: "Knob settings" }), ...strips);
   }
 
   settings(report, players) {
