@@ -87,7 +87,6 @@ def one_run(job: Job) -> dict[str, Any]:
         "breakdown": {name: float(part.mean()) for name, part in held_out.breakdown.items()},
         "validation_score": float(trained.policy.trained["validation_score"]),
         "curve": [(each.step, each.held_out) for each in trained.scores],
-        "policy": str(job.out / "policy.npz"),
     }
 
 
@@ -250,7 +249,9 @@ def main() -> None:
                 curves(results, FIGURES / "learning.png")
     if args.ship:
         for task_id in task_ids:
-            shutil.copy(chosen_of(results[task_id]["runs"])["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
+            key = task_id, SCRATCH, chosen_of(results[task_id]["runs"])["seed"]
+            folder = next(job.out for job in jobs if job.key == key)
+            shutil.copy(folder / "policy.npz", POLICY_DIR / f"ppo_task{task_id}.npz")
     print(report(results))
 
 
