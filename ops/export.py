@@ -192,14 +192,18 @@ def written(settings: EngineSettings) -> dict[str, str]:
 
 
 def chosen_file(files: Mapping[str, str], engine: str) -> str:
-    """The file of an engine. Raises :class:`InvalidConfigError` if there is none (:func:`written`)."""
+    """The engine's file; :class:`InvalidConfigError` if it has none, as Helm with prefill on GPUs of its own."""
     if engine not in files:
-        raise InvalidConfigError(
-            f"--export {engine} cannot write prefill on GPUs of its own: export vllm or sglang, whose files say how to "
-            "start both parts",
-            "export",
-        )
+        raise _cannot_write_prefill(engine)
     return files[engine]
+
+
+def _cannot_write_prefill(engine: str) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"--export {engine} cannot write prefill on GPUs of its own: export vllm or sglang, whose files say how to "
+        "start both parts",
+        "export",
+    )
 
 
 def constant_drafts(spec_length: int, max_num_seqs: int) -> Drafts:
@@ -349,7 +353,7 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
     Raises :class:`InvalidConfigError` if prefill has GPUs of its own: the values would be half of a deployment.
     """
     if settings.prefill_replicas:
-        return chosen_file({}, "helm")
+        raise _cannot_write_prefill("helm")
     options = vllm_options(settings, draft_model)
     model = {
         "name": "planned",

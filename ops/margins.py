@@ -19,6 +19,12 @@ MARGINS_PATH: Final = Path(__file__).with_name("data") / "margins.json"
 BANDS: Final = {"light": 8.0, "knee": 64.0}
 """Most requests that a replica decodes at a time, averaged over its requests, in each band; more are saturated."""
 SATURATED: Final = "saturated"
+LOADS: Final = {
+    "light": f"up to {BANDS['light']:g}",
+    "knee": f"{BANDS['light']:g} to {BANDS['knee']:g}",
+    SATURATED: f"over {BANDS['knee']:g}",
+}
+"""The same numbers of requests in words."""
 CARDS: Final = {
     "a100-40gb": "a100",
     "a100-80gb": "a100",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
 from ops.capacity import GRID, too_few
-from ops.margins import LIKELY, WITH_90
+from ops.margins import LIKELY, LOADS, WITH_90
 from ops.objectives import WINDOW_S, Objective, parse_objective
 from simulator.hardware.engine_times import TIER
 
@@ -36,7 +36,6 @@ SERVER_BOUND: Final = 0.8
 """Share of its time above which a replica's API server is said to bound it."""
 SURE_REQUESTS: Final = 100
 """Requests beyond the percentile of an objective, below which the report calls the margin uncertain."""
-LOADS: Final = {"light": "up to 8", "knee": "8 to 64", "saturated": "over 64"}
 FP8_KV_NOTE: Final = (
     "The KV cache is in FP8: it holds twice as many tokens, and attention takes the times measured with such a cache, "
     "unless a table's note says otherwise."

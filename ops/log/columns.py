@@ -27,14 +27,16 @@ _HTTP_ERROR: Final = re.compile(r"[4-9][0-9][0-9](?:\.0*)?")
 _THOUSANDS: Final = re.compile(r"[0-9]{1,3}(,[0-9]{3})+([.][0-9]*)?")
 _WEB_SERVER_TIME: Final = "%d/%b/%Y:%H:%M:%S %z"
 _UNIT_SUFFIX: Final = re.compile(r"(?:_|\()(s|sec|seconds|ms|us|ns)\)?$")
-_EPOCHS: Final = ((1e8, "s"), (1e11, "ms"), (1e14, "us"), (1e17, "ns"))
-"""Smallest number that is taken for a time since 1970 in each unit (that of 1973); smaller numbers are seconds."""
+FIRST_DATE_S: Final = 1e8
+"""Smallest time that counts from 1970 (s; it is in 1973). Smaller ones count from the log's start, or are durations."""
+_EPOCHS: Final = ((FIRST_DATE_S, "s"), (1e11, "ms"), (1e14, "us"), (1e17, "ns"))
+"""Smallest number that is taken for a time since 1970 in each unit; smaller numbers are seconds."""
 
 
 def is_date(column: pd.Series, name: str) -> bool:
     """Whether the first cell is a date or a time since 1970, not a small number."""
     try:
-        return bool((Clock(name=name).seconds(column.dropna().iloc[:1], Source(Path()), name) >= _EPOCHS[0][0]).any())
+        return bool((Clock(name=name).seconds(column.dropna().iloc[:1], Source(Path()), name) >= FIRST_DATE_S).any())
     except DataFormatError:
         return False
 

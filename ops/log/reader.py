@@ -22,7 +22,17 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, short_text
-from ops.log.columns import CLASSES, Clock, classes, classes_or_nan, failed, is_date, numbers_or_nan, tokens
+from ops.log.columns import (
+    CLASSES,
+    FIRST_DATE_S,
+    Clock,
+    classes,
+    classes_or_nan,
+    failed,
+    is_date,
+    numbers_or_nan,
+    tokens,
+)
 from ops.log.formats import FORMATS, NAMES, TABLE, Format, format_of
 from ops.log.names import (
     ENDS,
@@ -55,8 +65,6 @@ TELLING_GAP_S: Final = {True: 2.0, False: 60.0}
 """Mean time between requests (s) above which numbers without a unit may be ms, by whether all are whole."""
 LEAST_TELLING: Final = 10
 """Fewest requests whose times may ask for a unit."""
-FIRST_DATE_S: Final = 1e8
-"""Smallest time that counts from 1970 (s); smaller ones count from the log's beginning, or are durations."""
 LEAST_ORDER: Final = 0.5
 """Smallest rank correlation with the order of the file, rising or falling, of numbers that may be arrivals."""
 MAX_USUAL_S: Final = 100.0
