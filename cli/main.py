@@ -85,7 +85,10 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all others, without the list of options."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with status 2."""
+        """Print the error and exit with status 2; a misspelt choice with the one that was probably meant."""
+        if wrong := re.fullmatch(r"(.* invalid choice: '(.*)') \(choose from (.*)\)", message):
+            choices = wrong[3].replace("'", "")
+            message = f"{wrong[1]}; {did_you_mean(wrong[2], choices.split(', '), f'choose from {choices}')}"
         hint = "" if "--help" in message else f"; see {self.prog} --help"
         self.exit(2, f"{self.prog}: {message}{hint}\n")
 

@@ -365,18 +365,18 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
         "requestMemory": "16Gi",
         "requestGPU": settings.tensor_parallel,
     }
-    of_user = "CPU and memory of a pod" if "/" in settings.model else "modelURL, and CPU and memory of a pod"
     comments = [
         *settings.comments,
         f"Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f {FILE}",
-        f"Set {of_user}, which are not planned.",
+        *([] if "/" in settings.model else ["Set modelURL, which is not planned."]),
     ]
     lines = [f"# {text}" for text in comments]
     if settings.router in _CHART_ROUTERS:
         lines += ["routerSpec:", f'  routingLogic: "{_CHART_ROUTERS[settings.router]}"']
     lines += ["servingEngineSpec:", "  modelSpec:"]
     for i, (name, value) in enumerate(model.items()):
-        lines.append(f"{'    - ' if i == 0 else '      '}{name}: {json.dumps(value)}")
+        why = "  # not planned: set it for your nodes" if name in ("requestCPU", "requestMemory") else ""
+        lines.append(f"{'    - ' if i == 0 else '      '}{name}: {json.dumps(value)}{why}")
     lines.append("      vllmConfig:")
     for option in options:
         if option.name in _CHART_FIELDS:

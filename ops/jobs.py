@@ -82,6 +82,7 @@ def plan_job(request: Request) -> dict[str, Any]:
         windows_met=request.get("windows_met"),
         precisions=request.get("precisions") or precisions_named(request.get("model")),
         drafts=request.get("drafts", False),
+        disagg=request.get("disagg", True),
         kv_cache_fp8=request.get("kv_cache_dtype") == "fp8",
         replicas_min=request.get("replicas_min", 1),
         router=request.get("router", "shared"),

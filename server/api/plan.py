@@ -55,6 +55,7 @@ class PlanRequest(LogRequest):
         Annotated[list[Literal[*_PRECISIONS]], Field(min_length=1)] | None,  # type: ignore[valid-type]
         Field(description="precisions that may be used; by default all of a table"),
     ] = None
+    disagg: Annotated[bool | None, Field(description="whether prefill may have GPUs of its own (default true)")] = None
     replicas_min: Annotated[
         Annotated[int, Field(ge=1, le=256), WHOLE] | None, Field(description="minimum number of replicas (default 1)")
     ] = None

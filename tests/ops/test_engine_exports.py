@@ -157,6 +157,11 @@ def test_a_planned_router_is_the_charts(router: str, logic: str) -> None:
     assert "routerSpec" not in config_of("helm", replace(PLAIN, router="least-loaded"))
 
 
+def test_cpu_and_memory_of_a_pod_are_marked_as_unplanned() -> None:
+    marked = [line.split(":")[0].strip() for line in EXPORTS["helm"](PLAIN, "").splitlines() if "# not planned" in line]
+    assert marked == ["requestCPU", "requestMemory"]
+
+
 def test_one_number_of_draft_tokens_needs_no_schedule() -> None:
     speculative = json.loads(config_of("vllm", INT4)["speculative-config"])
     assert speculative == {"method": "eagle", "model": "my/eagle", "num_speculative_tokens": 8}

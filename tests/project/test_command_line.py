@@ -134,6 +134,9 @@ def test_a_misspelt_command_or_option_ends_with_the_one_that_was_meant(capsys: p
     assert told.startswith("inferencegym plan: ")
     assert told.count("\n") == 1
     assert "did you mean --objective?" in told
+    with pytest.raises(SystemExit):
+        main(["plan", "--trace", "log.csv", "--router", "roundrobin"])
+    assert "invalid choice: 'roundrobin'; did you mean round-robin? Choose from shared, " in capsys.readouterr().err
 
 
 def test_options_are_refused_before_a_log_is_read_or_an_engine_asked(capsys: pytest.CaptureFixture[str]) -> None:
