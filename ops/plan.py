@@ -70,8 +70,6 @@ PLAYED_REQUESTS: Final = 200_000
 FINALISTS: Final = 3
 """Kinds of settings (drafts, prefill placement) of each precision that the reference plays, each with two batch sizes
 at most: the one that the fluid model ranks first, and the largest."""
-MOST_UNEVEN: Final = 16
-"""Most replicas, those for prefill included, of which another number may prefill than decode."""
 MAX_GPUS: Final = 256
 LEAST_GAIN: Final = 0.01
 """Share of the requests that doubling a fleet has to bring in time for the search to go on in any case."""
@@ -579,8 +577,8 @@ class _Card:
         return found
 
     def _uneven(self, finalists: Sequence[ServeAction], units: int) -> Iterator[tuple[ServeAction, int]]:
-        """The best setting of each precision with as many prefill replicas as the prompts keep busy, and one more."""
-        if units > MOST_UNEVEN or not self._disagg:
+        """The best setting of each precision with as many prefill replicas as the prompts keep busy, and with more."""
+        if not self._disagg:
             return
         source = load_source(self._fitting, self._tables)
         stats = source.stats
@@ -588,7 +586,7 @@ class _Card:
             work_s = float(stats.shares @ stats.work_mean_ms[:, tier]) / float(stats.shares.sum()) / 1e3
             busy = math.ceil(source.nominal_rate_rps * work_s)
             action = next(each for each in finalists if each.quant_tier.value == tier)
-            for prefill in (busy, busy + 1):
+            for prefill in (busy, busy + 1 + busy // 5):
                 if 0 < prefill < units and 2 * prefill != units:
                     yield replace(action, prefill_disagg=True), prefill
 

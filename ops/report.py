@@ -177,12 +177,18 @@ def _plan_cells(report: PlanReport, plan: Plan) -> dict[str, object]:
         **({f"{report.currency}/h": plan.cost_per_hour} if report.currency else {}),
         "replicas": _replicas(plan),
         "setting": plan.policy if plan.action is None else _setting_text(plan.action, plan.precision),
-        "verdict": plan.verdict,
+        "verdict": _verdict(report, plan),
         "in time": f"{plan.share_in_time:.2%}",
         **({} if plan.windows_met is None else {"windows": f"{plan.windows_met:.0%}"}),
         **{f"{o.label} ms": _expected(plan, o) if answered else None for o in _objectives(report)},
         "margin": _margin(plan) if answered else None,
     }
+
+
+def _verdict(report: PlanReport, plan: Plan) -> str:
+    """The verdict, with its reason where no latency is the reason."""
+    refused = plan.margin >= 0.0 and plan.share_in_time < report.share_met
+    return f"{plan.verdict}: {1.0 - plan.share_in_time:.2%} late or refused" if refused else plan.verdict
 
 
 def _yes(holds: bool) -> str:
@@ -216,8 +222,8 @@ def _fleet(report: PlanReport, plan: Plan) -> str:
     card = plan.card.removesuffix("_sxm").removesuffix("_server")
     parts = f", {_replicas(plan)}" if plan.prefill_replicas or plan.tensor_parallel > 1 else ""
     setting = f"{_setting_text(plan.action, plan.precision)}, {_cache_text(plan.action, plan.kv_cache_fp8)}"
-    cost = f", {report.currency} {plain(plan.cost_per_hour)}/h" if report.currency else ""
-    return f"{plan.n_gpus} x {card} ({setting}{parts}{cost})"
+    cost = f" at {report.currency} {plain(plan.cost_per_hour)}/h" if report.currency else ""
+    return f"{plan.n_gpus} x {card}{cost} ({setting}{parts})"
 
 
 def answer(report: PlanReport) -> list[str]:
@@ -240,24 +246,27 @@ def answer(report: PlanReport) -> list[str]:
         nearest = f"the nearest, {_fleet(report, near)}, serves {near.share_in_time:.2%} of the requests in time"
         return [f"No fleet tried meets {asked} with {report.model}: {'; '.join(least) or nearest}."]
     first = report.plans[0]
-    odds = "about even odds or better" if first.verdict == LIKELY else "odds of 90% or better"
-    found = [f"{_fleet(report, first)}: {odds} ({first.verdict}) to meet {asked} with {report.model}."]
+    sure = "about 50 to 90% certain (likely)" if first.verdict == LIKELY else "at least 90% certain"
+    found = [f"Rent {_fleet(report, first)}: {sure} to meet {asked} with {report.model}."]
     if first.verdict != LIKELY:
         return found
     if safe := [plan for plan in report.tried if plan.verdict == WITH_90]:
         plan = min(safe, key=lambda p: (_cost(p), p.hardware != first.hardware, -p.margin))
-        return [*found, f"The smallest fleet tried that meets with 90 %: {_fleet(report, plan)}."]
+        return [*found, f"For 90% certainty rent {_fleet(report, plan)}."]
 
     def left(plan: Plan) -> list[tuple[float, str]]:
         """Margin of each objective at the 90% bound, and its figure there."""
-        rows = [(o, plan.figures[o.figure] * plan.errors[o.quantity].p90) for o in objectives]
-        return [(1.0 - at_90 / o.limit_ms, f"{o.label} {plain(at_90)} ms") for o, at_90 in rows]
+        rows = [(o, plan.figures[o.figure], plan.errors[o.quantity].p90) for o in objectives]
+        return [(1.0 - ms * p90 / o.limit_ms, f"{o.label} {plain(ms * p90)} ms (x{p90:.1f})") for o, ms, p90 in rows]
 
     closest = max((plan for plan in report.tried if plan.meets), key=lambda p: min(left(p)))
     missed = " and ".join(figure for distance, figure in left(closest) if distance < 0.0) or "the worst windows"
+    wider = any(p.errors[q].p90 > error.p90 for p in report.tried for q, error in closest.errors.items())
     return [
         *found,
-        f"No fleet tried meets with 90 %: the nearest, {_fleet(report, closest)}, misses at that bound with {missed}.",
+        f"No fleet tried is 90% certain: {'this one' if closest == first else _fleet(report, closest)} comes nearest, "
+        f"but the simulator's 90% bound there is {missed}"
+        f"{'; at other loads bounds are wider, so more GPUs need not help' if wider else ''}.",
     ]
 
 
@@ -284,6 +293,12 @@ def cautions(report: PlanReport) -> list[str]:
         found.append(
             f"{label} rests on the slowest {slowest} of {requests:,} requests: with fewer than {SURE_REQUESTS} the "
             "margin is uncertain by more than a few percent."
+        )
+    guessed = first.support["modelled"] + first.support["extrapolated"]
+    if guessed >= 0.5:
+        found.append(
+            f"In {guessed:.0%} of the seconds this plan rests on kernel timings that are modelled or extrapolated, not "
+            "measured (docs/hardware.md#coverage)."
         )
     if first.precision != TIER and not first.precision.endswith("16"):
         found.append(

@@ -23,7 +23,7 @@ from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
 from ops.plan import Plan, PlanReport, busiest, make_plan, pareto, registered_tables, smallest_fleet
 from ops.prices import Prices
-from ops.report import notes, plan_figure, plan_report
+from ops.report import cautions, notes, plan_figure, plan_report
 from ops.shadow import shadow
 from server.api.web import PAGE_DIR
 from simulator.hardware.catalogue import models, table_path, tables_named
@@ -356,6 +356,8 @@ def test_tables_without_the_precision_are_left_out_and_what_the_catalogue_warns_
     assert found.left_out == {"h100-llama-3.1-8b": "it has BF16, FP8"}
     (warning,) = table_index()["b200-llama-3.1-8b"]["warnings"]
     assert f"b200-llama-3.1-8b: {warning}." in notes(found)
+    assert found.plans[0].support["modelled"] == 1
+    assert any(line.startswith("In 100% of the seconds this plan rests on kernel timings") for line in cautions(found))
 
 
 def test_hardware_on_which_nothing_is_fast_enough_is_named() -> None:
@@ -436,18 +438,21 @@ def test_verdicts_are_those_of_the_router_that_is_named() -> None:
     assert any("routed round-robin" in note for note in notes(routed))
 
 
-def test_other_numbers_of_replicas_may_prefill_than_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(1)
-    n = 420
-    log = RequestLog(
-        np.cumsum(rng.exponential(1 / 7, n)),
+def long_prompts(rate_rps: float) -> RequestLog:
+    """A minute of long prompts with short answers."""
+    rng, n = np.random.default_rng(1), int(60 * rate_rps)
+    return RequestLog(
+        np.cumsum(rng.exponential(1 / rate_rps, n)),
         rng.integers(3000, 6000, n).astype(float),
         rng.integers(100, 300, n).astype(float),
         np.zeros(n, dtype=np.int64),
     )
+
+
+def test_other_numbers_of_replicas_may_prefill_than_decode() -> None:
     objectives = [parse_objective("ttft_p90=800"), parse_objective("tpot_p99=13.2")]
     tables = registered_tables(["a100-80gb"], "llama-3.1-8b")
-    report = make_plan(log, objectives, tables, precisions=["INT8"], policies=[])
+    report = make_plan(long_prompts(7), objectives, tables, precisions=["INT8"], policies=[])
     (plan,) = report.plans
     assert (plan.prefill_replicas, plan.n_replicas, plan.n_gpus) == (2, 4, 6)
     assert plan.action is not None
@@ -458,11 +463,14 @@ def test_other_numbers_of_replicas_may_prefill_than_decode(monkeypatch: pytest.M
     assert any("Autoscaling is not simulated" in note for note in notes(report))
     # Twice the traffic takes about as many more of both.
     assert report.growth[1]["gpus_needed"] in range(9, 14)
-    # Even numbers, or prefill on the replicas themselves, take more.
-    monkeypatch.setattr("ops.plan.MOST_UNEVEN", 0)
-    (even,) = make_plan(log, objectives, tables, precisions=["INT8"], policies=[]).plans
-    assert even.n_gpus > 6
-    assert even.prefill_replicas in (0, even.n_replicas)
+    # Prefill on the replicas themselves takes more.
+    (own,) = make_plan(long_prompts(7), objectives, tables, precisions=["INT8"], policies=[], disagg=False).plans
+    assert own.n_gpus > 6
+    assert own.prefill_replicas == 0
+    # Seven times the traffic takes at most seven times the GPUs.
+    (large,) = make_plan(long_prompts(49), objectives, tables, precisions=["INT8"], policies=[]).plans
+    assert 6 < large.n_gpus < 42
+    assert large.is_uneven
 
 
 def test_cards_and_prices_have_their_short_names() -> None:
@@ -567,10 +575,10 @@ def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
     prices = {"currency": "USD", "per_gpu_hour": dict(PRICES.per_gpu_hour)}
     objectives = [*OBJECTIVES, parse_objective("e2e_p99=60000")]
     body = {"log": EXAMPLE.read_text(), "objectives": [*map(str, objectives)], "prices": prices, "to_s": 60}
-    body |= {"hardware": A100, "windows_met": 1}
+    body |= {"hardware": A100, "windows_met": 1, "disagg": False}
     answer = server.post("/plan", body)
     log = import_log(EXAMPLE, end_s=60).log
-    report = make_plan(log, objectives, registered_tables(A100), prices=PRICES, windows_met=1.0).to_dict()
+    report = make_plan(log, objectives, registered_tables(A100), prices=PRICES, windows_met=1.0, disagg=False).to_dict()
     assert {name: answer[name] for name in ("plans", "front", "tried", "growth", "adaptive")} == {
         name: report[name] for name in ("plans", "front", "tried", "growth", "adaptive")
     }

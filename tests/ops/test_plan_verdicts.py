@@ -321,12 +321,23 @@ def test_where_the_first_plan_is_only_likely_the_report_says_what_meets_with_90(
     assert (plan.verdict, plan.n_gpus) == ("likely", 1)
     safe = min((p for p in found.tried if p.verdict == "meets with 90 %"), key=lambda p: p.n_gpus)
     first, line = answer(found)
-    assert first.startswith("1 x h100 (")
-    assert "about even odds or better (likely) to meet TTFT p99 <= 500 ms and TPOT p50 <= 15 ms" in first
-    assert line.startswith(f"The smallest fleet tried that meets with 90 %: {safe.n_gpus} x h100 ({safe.precision}, ")
+    assert first.startswith("Rent 1 x h100 (")
+    assert "about 50 to 90% certain (likely) to meet TTFT p99 <= 500 ms and TPOT p50 <= 15 ms" in first
+    assert line.startswith(f"For 90% certainty rent {safe.n_gpus} x h100 ({safe.precision}, ")
     # Without that fleet, the figure that misses at the 90% bound is named.
     unsafe = replace(found, tried=[p for p in found.tried if p.verdict != "meets with 90 %"])
     nearest = min(p.figures["ttft_p99_ms"] * p.errors["ttft"].p90 for p in unsafe.tried if p.meets)
     _, line = answer(unsafe)
-    assert line.startswith("No fleet tried meets with 90 %")
+    assert line.startswith("No fleet tried is 90% certain: ")
     assert f"TTFT p99 {nearest:,.0f} ms" in line
+    _, line = answer(replace(unsafe, tried=[plan]))
+    assert "this one comes nearest" in line
+
+
+def test_a_row_whose_latency_is_within_the_limit_says_why_it_is_not_met() -> None:
+    tables = registered_tables(["a100-40gb"])
+    found = make_plan(gamma_log(3.0, 8.0, 400), [parse_objective("ttft_p50=500")], tables, share_met=0.99, policies=())
+    row = next(p for p in found.tried if p.margin >= 0 and not p.meets)
+    ((cells,),) = plan_report(replace(found, plans=[], unmet=[row])).tables.values()
+    assert cells["verdict"] == f"not: {1 - row.share_in_time:.2%} late or refused"
+    assert 0.01 < 1 - row.share_in_time < 0.5
