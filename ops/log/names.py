@@ -136,7 +136,7 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
 
     ``available`` are the columns of a table, or the paths (``usage.prompt_tokens``) of the fields of JSON records.
     """
-    there = list(dict.fromkeys(available))
+    there = list(available)
     names = dict(given.names) if given is not None else {}
     asked = {"filter": source.only[0]} if source.only is not None else {}
     for quantity, name in {**names, **asked}.items():
@@ -168,6 +168,8 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
             f"no column with a usual name for {' and '.join(missing)}; there are {_listed(there)}; name "
             f"{'it' if len(missing) == 1 else 'them'} with --columns {','.join(f'{q}=COLUMN' for q in missing)}"
         )
+    if twice := [name for name in (*names.values(), *times, *asked.values()) if there.count(name) > 1]:
+        raise source.wrong(f"has the column {short_text(twice[0])!r} twice: rename or remove one", twice[0])
     return Columns(names, given.units if given is not None else {}, tuple(times))
 
 
@@ -211,13 +213,15 @@ def table_format(source: Source, format: str, there: list[str], given: Columns |
 
 def csv_header(source: Source) -> tuple[int, str, list[str]]:
     """Lines before the header of a table, its separator, and the names in it."""
-    before, header = next((source.line - 1, line) for line in source.lines() if line.strip())
+    header = next(line for line in source.lines() if line.strip())
     separator = max(",;\t|", key=header.count)
+    before = 0
     names: list[str] = []
     for names in csv.reader(source.lines(), delimiter=separator, skipinitialspace=True):
         check_names(source, names)
         if any(names):
             break
+        before = source.line
     source.line = 0
     return before, separator, [name.strip() for name in names]
 
@@ -233,8 +237,7 @@ def check_table(
     """Refuse a table whose header lacks a column, or that has a token count that is no number, without pandas.
 
     The error is that of :func:`ops.log.reader.import_log`. Only what is plain is judged: JSON, quoted names, names that
-    are missing or come twice, longer headers and longer tables are left to the reader, and so are rows that may be
-    left out.
+    are missing, longer headers and longer tables are left to the reader, and so are rows that may be left out.
     """
     source = Source(Path(name), content=content[:HEADER_CHARS], only=None if only is None else parse_filter(only))
     with source.reading():
@@ -243,7 +246,7 @@ def check_table(
         if not whole or not line.strip() or line.strip()[0] in "{[" or '"' in line:
             return
         there = csv_header(source)[2]
-        if not all(there) or len(set(there)) < len(there):
+        if not all(there):
             return
         names = table_format(source, "auto", there, None if columns is None else parse_columns(columns))[1].names
         if len(content) <= ROWS_CHARS and '"' not in content and not (skip_bad or only or "status" in names):

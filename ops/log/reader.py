@@ -155,7 +155,7 @@ def import_log(
     if log.arrival_s[-1] > MAX_SPAN_S:
         raise DataFormatError(
             f"{path}: lasts {log.arrival_s[-1]:g} s; a log may last {MAX_SPAN_S:,} s: if its times are not in "
-            "seconds, name their unit (--columns arrival=COLUMN:ms), else choose a part of it (--from-s, --to-s)"
+            "seconds, name the unit: --columns arrival=COLUMN:ms; else choose a part of it (--from-s, --to-s)"
         )
     columns_used = table.columns.describe(table.clock.form)
     return Imported(log, table.format.name, columns_used, source.skipped, tick_s, source.notes, source.model)
@@ -199,8 +199,7 @@ def _wanted(source: Source, columns: Columns) -> list[str]:
 
 
 def _csv(source: Source, format: str, given: Columns | None) -> _Table:
-    # Counts the columns first: pandas takes a minute for a hundred thousand of them.
-    before, separator, _ = csv_header(source)
+    before, separator, there = csv_header(source)
     options: dict[str, Any] = {
         "sep": separator,
         "skiprows": before,
@@ -211,8 +210,6 @@ def _csv(source: Source, format: str, given: Columns | None) -> _Table:
         "index_col": False,
         "skipinitialspace": True,
     }
-    with source.open() as text:
-        there = [str(c).strip() for c in pd.read_csv(text, nrows=0, **options).columns]
     found, columns = table_format(source, format, there, given)
     wanted = _wanted(source, columns)
 
@@ -448,8 +445,8 @@ def _note_oddities(source: Source, table: _Table, rows: pd.DataFrame) -> None:
         )
     if n := int((rows["unanswered"] & rows["output"].notna()).sum()):
         source.notes.append(
-            f"{n:,} of the requests have 0 {names['output']} and are not marked as failed; each counts with 1 token "
-            "(--columns status=COLUMN tells which failed)"
+            f"{n:,} of the requests have 0 {names['output']}, and no column such as status, success or error says that "
+            "they failed: each counts with 1 token"
         )
 
 
@@ -461,13 +458,15 @@ def _refuse_durations(source: Source, table: _Table, rows: pd.DataFrame) -> None
         if abs(order) < LEAST_ORDER and not plain(name).startswith("arriv"):
             raise source.wrong(
                 f"{name} holds numbers from {times.min():g} to {times.max():g} in no order, which may be how long "
-                f"requests took: name the column of the arrival, --columns arrival=COLUMN (arrival={name} if it is it)",
+                "requests took. If another column has the arrivals, name it with --columns arrival=COLUMN, else this "
+                f"one, arrival={name}",
                 name,
             )
     took, median = table.columns.names.get("duration"), rows["duration"].median()
     if took is not None and median > MAX_USUAL_S and Clock(table.columns.units.get("duration"), took).form == "":
         raise source.wrong(
-            f"{took} has no unit, and its median is {median:g}: name it, --columns arrival={name},duration={took}:ms",
+            f"{took} has no unit, and its median is {median:g}. Name the unit: "
+            f"--columns arrival={name},duration={took}:ms",
             took,
         )
 

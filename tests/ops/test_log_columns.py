@@ -478,7 +478,7 @@ def test_a_time_of_the_end_tells_arrivals_with_a_latency_in_its_unit(tmp_path: P
         {"end_time": 1.7e9 + i + 2.5, "latency": 2500.0, "prompt_len": 10 * i + 10, "gen_len": 5} for i in range(20)
     ]
     (tmp_path / "log.jsonl").write_text(lines(rows))
-    with pytest.raises(DataFormatError, match="latency has no unit, and its median is 2500: name it"):
+    with pytest.raises(DataFormatError, match="latency has no unit, and its median is 2500. Name the unit: "):
         import_log(tmp_path / "log.jsonl")
     imported = import_log(tmp_path / "log.jsonl", columns="arrival=end_time,duration=latency:ms")
     np.testing.assert_allclose(imported.log.arrival_s, np.arange(20.0), atol=1e-5)
@@ -503,7 +503,18 @@ def test_one_time_for_all_and_empty_answers_are_noted(tmp_path: Path) -> None:
     imported = import_log(tmp_path / "log.csv")
     assert imported.log.prompt_tokens[0] == 2329
     assert imported.notes[0].startswith("all 20 requests have the same ts: they arrive at once")
-    assert imported.notes[1].startswith("2 of the requests have 0 output and are not marked as failed; each counts")
+    assert imported.notes[1].startswith("2 of the requests have 0 output, and no column such as status")
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_column_in_use_that_is_there_twice_is_refused(tmp_path: Path, quote: str) -> None:
+    header = ",".join(f"{quote}{name}{quote}" for name in ("note", "time", "input", "note", "output", "Input", "input"))
+    (tmp_path / "log.csv").write_text(f",,\n{header}\n" + "x,1,100,y,10,100,7\n" * 30)
+    with pytest.raises(DataFormatError, match="has the column 'input' twice: rename or remove one") as refused:
+        import_log(tmp_path / "log.csv")
+    assert refused.value.field == "input"
+    columns = "prompt=Input"
+    assert import_log(tmp_path / "log.csv", columns=columns).log.prompt_tokens[0] == 100
 
 
 def spaced(path: Path, times: list[float], name: str = "t") -> Path:
