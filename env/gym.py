@@ -39,6 +39,7 @@ from inferencegym.vector_env import (
     Float32Array,
     FloatArray,
     Info,
+    refuse_options,
     refuses_unknown,
     register,
     registered_id,
@@ -109,8 +110,9 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Float32Array, dict[str, Any]]:
-        """Start an episode."""
+        """Start an episode; there are no ``options``."""
         super().reset(seed=seed)
+        refuse_options(options)
         _, [playing] = self._series.next([seed])
         self._episode.reset(playing)
         if self._picture is not None:
@@ -202,8 +204,9 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
         self.action_space, self.observation_space = codec.action_space(), codec.observation_space()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode."""
+        """Start an episode; there are no ``options``."""
         super().reset(seed=seed)
+        refuse_options(options)
         _, [playing] = self._series.next([seed])
         first = self._episode.reset(seed=playing, task_id=self._task_id, config=self._config)
         return self._codec.encode(first), {"seed": playing}

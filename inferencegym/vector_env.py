@@ -55,6 +55,14 @@ def refuses_unknown(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
+def refuse_options(options: Mapping[str, Any] | None, *known: str) -> None:
+    """Raise :class:`InvalidConfigError` for an option of ``reset`` that is not among ``known``."""
+    for name in (options or {}).keys() - set(known):
+        listed = f"the only one is {', '.join(known)}" if known else "there is none"
+        told = did_you_mean(name, known, f"{listed}; a task's settings are arguments of gymnasium.make")
+        raise InvalidConfigError(f"unknown option {name} of reset: {told}", str(name))
+
+
 class AutoresetVectorEnv(ArrayVectorEnv):
     """Base of vectorised environments: Gymnasium's three autoreset modes over five methods that a subclass defines.
 
@@ -174,6 +182,7 @@ class AutoresetVectorEnv(ArrayVectorEnv):
 
 
 def _reset_mask(options: Mapping[str, Any] | None, num_envs: int) -> BoolArray | None:
+    refuse_options(options, "reset_mask")
     mask = None if options is None else options.get("reset_mask")
     if mask is None:
         return None

@@ -25,6 +25,7 @@ from inferencegym.vector_env import (
     Float32Array,
     FloatArray,
     Info,
+    refuse_options,
     refuses_unknown,
 )
 
@@ -125,8 +126,9 @@ class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Float32Array, dict[str, Any]]:
-        """Start an episode."""
+        """Start an episode; there are no ``options``."""
         super().reset(seed=seed)
+        refuse_options(options)
         observation, _ = self._rows.reset()
         return observation[0], {}
 

@@ -37,6 +37,7 @@ from inferencegym.vector_env import (
     Float32Array,
     FloatArray,
     Info,
+    refuse_options,
     refuses_unknown,
     register,
     registered_id,
@@ -232,8 +233,9 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Float32Array, dict[str, Any]]:
-        """Start an episode."""
+        """Start an episode; there are no ``options``."""
         super().reset(seed=seed)
+        refuse_options(options)
         series = copy.deepcopy(self._series)
         _, [playing] = series.next([seed])
         try:

@@ -317,6 +317,17 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(env_id: str)
         assert ", config, " in f"{refused.value}, "
 
 
+@pytest.mark.parametrize("env_id", ["StaticUniform-v2", "TrafficEasy-v1", "RolloutMix-v1", "HTTP-v1"])
+def test_an_unknown_option_of_a_reset_is_refused(env_id: str) -> None:
+    settings = {"url": "http://127.0.0.1:1"} if env_id == "HTTP-v1" else {}
+    env = gymnasium.make(f"InferenceGym/{env_id}", **settings)
+    with pytest.raises(InvalidConfigError, match="settings are arguments of gymnasium"):
+        env.reset(seed=1, options={"episode_length": 100})
+    envs = gymnasium.make_vec(f"InferenceGym/{env_id}", num_envs=2, **settings)
+    with pytest.raises(InvalidConfigError, match="did you mean reset_mask"):
+        envs.reset(seed=1, options={"reset_masks": np.array([True, True])})
+
+
 def test_unknown_formats_are_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidConfigError) as refused:
         ig.InferenceGymEnv(1, action="boxes")
