@@ -23,6 +23,7 @@ from agents.evaluate import Decide, bracketed_score, compare, gym_scores, interv
 from agents.protocol import knobs_of
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
+from inferencegym.errors import InvalidConfigError
 from inferencegym.spaces.formats import action_codec
 from inferencegym.tasks import TaskId, get_calibration, get_task
 from inferencegym.vector_env import registered_id
@@ -33,11 +34,16 @@ def record(dataset_id: str, task_id: TaskId, agent: str, seeds: Sequence[int], *
 
     The environment is the task's ``-v2`` id with ``settings`` over its own. An action is the nearest in its format to
     the agent's knobs, and is what is played, so ``dataset.recover_environment()`` plays the same numbers again from an
-    episode's seed and actions.
+    episode's seed and actions. Raises InvalidConfigError where Minari has a data set of this id: none is replaced.
     """
     import minari
     from minari.data_collector.episode_buffer import EpisodeBuffer
 
+    if dataset_id in minari.list_local_datasets():
+        raise InvalidConfigError(
+            f"there is a data set {dataset_id}: choose another id, or delete it with `minari delete {dataset_id}`",
+            "dataset_id",
+        )
     task = get_task(task_id)
     env: Any = gymnasium.make("inferencegym.gym:" + registered_id(task.gym_id, version=2), **settings)
     knobs = get_calibration(task.task_id).replica_knobs
@@ -103,17 +109,14 @@ def clone(dataset: Any, passes: int = 300, seed: int = 0) -> Decide:
 
 def main() -> None:
     """The command line."""
-    import minari
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--task", default="3", help="task id (default: 3)")
     parser.add_argument("--agent", default="best_adaptive", help="agent to record (default: best_adaptive)")
+    parser.add_argument("--id", help="id of the data set (default: made of task and agent)")
     parser.add_argument("--hold", type=int, default=5, help="seconds of a step (default: 5)")
     args = parser.parse_args()
     task = get_task(args.task)
-    dataset_id = f"inferencegym/{task.gym_id.lower()}/{args.agent.replace('_', '-')}-v0"
-    if dataset_id in minari.list_local_datasets():
-        minari.delete_dataset(dataset_id)
+    dataset_id = args.id or f"inferencegym/{task.gym_id.lower()}/{args.agent.replace('_', '-')}-v0"
     dataset = record(dataset_id, task.task_id, args.agent, TRAINING_SEEDS, hold=args.hold)
     lines = [f"{dataset_id}: {dataset.total_episodes} episodes, {dataset.total_steps} steps"]
     cloned = gym_scores(dataset.env_spec.id, clone(dataset), hold=args.hold)

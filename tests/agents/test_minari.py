@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from agents.evaluate import evaluate, gym_scores
-from agents.integrations.minari import clone, record
+from agents.integrations.minari import clone, main, record
+from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import get_task
 
 NAME = "inferencegym/tests-v0"
@@ -37,6 +39,17 @@ def test_minari_loads_the_recorded_episodes_and_plays_them_again_to_the_last_bit
         ):
             np.testing.assert_array_equal(recorded, again)
         assert episode.terminations.tolist() == [False] * (len(played) - 1) + [True]
+
+
+def test_a_data_set_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    record(NAME, 3, "naive", [7], hold=50)
+    with pytest.raises(InvalidConfigError, match=f"minari delete {NAME}"):
+        record(NAME, 3, "naive", [7, 8], hold=50)
+    monkeypatch.setattr(sys, "argv", ["minari", "--task", "3", "--agent", "naive", "--id", NAME])
+    with pytest.raises(InvalidConfigError, match="choose another id"):
+        main()
+    assert minari.load_dataset(NAME).total_episodes == 1
 
 
 def test_a_policy_cloned_from_an_agent_that_holds_one_setting_scores_what_the_agent_scores(
