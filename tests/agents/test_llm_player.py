@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agents.evaluate import evaluate
 from agents.integrations.llm import ChatModel, Episode, ServingText, TrafficText, Turn, play
 from cli.main import main
 from inferencegym.errors import InvalidConfigError, RemoteError
@@ -225,8 +226,25 @@ def test_the_command_prints_score_and_tokens_and_writes_a_transcript(
     assert (printed["prompt_tokens"], printed["completion_tokens"]) == (300, 30)
     said = (tmp_path / "said.md").read_text(encoding="utf-8")
     headings = [line for line in said.splitlines() if line.startswith("#")]
-    assert headings == ["# stub plays", "## Answer 1", "## Answer 2", "## Answer 3", "## Result"]
+    assert headings == ["# stub plays seed 42", "## Answer 1", "## Answer 2", "## Answer 3", "## Result"]
     assert said.count('    {"action": "drop_aggressive"}') == 3
+
+
+def test_several_seeds_give_a_mean_score_with_its_interval(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with endpoint(lambda body: call({"batch_size": 256, "kv_budget": 0.9, "quant_tier": 1})) as stub:
+        monkeypatch.setenv("INFERENCEGYM_LLM_URL", stub.url)
+        options = ["--model", "stub", "--every", "50", "--transcript", str(tmp_path / "said.md")]
+        assert main(["llm", "--server", server.url, "--task", "3", "--seeds", "2", *options]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    constant = 'constant:{"batch_size": 256, "kv_budget": 0.9, "quant_tier": 1}'
+    expected = evaluate(constant, 3, [10_000, 10_001])
+    assert printed["scores"] == pytest.approx({"10000": expected.scores[0], "10001": expected.scores[1]}, abs=1e-12)
+    assert printed["score"]["mean"] == pytest.approx(expected.scores.mean())
+    assert printed["score"]["ci95_low"] < printed["score"]["mean"] < printed["score"]["ci95_high"]
+    assert (printed["answers"], printed["prompt_tokens"]) == (8, 800)
+    assert (tmp_path / "said.md").read_text(encoding="utf-8").count("# stub plays seed 1000") == 2
 
 
 def test_the_command_says_that_answers_were_cut_off(
