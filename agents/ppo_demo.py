@@ -120,6 +120,11 @@ class PpoSettings:
     """Gradient steps of pretraining."""
     torch_threads: int = 1
 
+    @property
+    def n_steps(self) -> int:
+        """Steps of each environment from one update to the next."""
+        return max(1, self.rollout_steps // self.n_envs)
+
 
 def settings_for(task: TaskSpec, **chosen: Any) -> PpoSettings:
     """The settings for a task, but for those chosen.
@@ -264,7 +269,7 @@ def _learner(
 ) -> PPO:
     end, scheduled = ends
     first, last = settings.learning_rate, settings.final_learning_rate
-    n_steps = max(1, settings.rollout_steps // settings.n_envs)
+    n_steps = settings.n_steps
     model = PPO(
         "MlpPolicy",
         venv,

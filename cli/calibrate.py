@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cli import serving_task
+
 if TYPE_CHECKING:
     from agents.search.solver import Progress
 
@@ -36,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
     from agents.search.calibration import CalibrationFiles, calibrate, calibrate_scaling
     from agents.search.solver import QUICK, Budget
     from cli.figures import progress_line
-    from inferencegym.tasks import get_task, list_tasks
+    from inferencegym.tasks import list_tasks
 
-    tasks = [get_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
+    tasks = [serving_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
     files = [CalibrationFiles.of(task, args.out, args.policies) for task in tasks]
     for each in files:
         each.check()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli import seed_count
+from cli import seed_count, serving_task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,31 +118,26 @@ def _compare(task_id: Any, names: list[str], n_seeds: int, workers: Workers | No
 
 
 def _compare_on_workers(task_id: Any, names: list[str], seeds: Sequence[int], workers: Workers) -> dict[str, Any]:
-    """Scores of agents on a serving task, each played by a Ray worker; UnknownTaskError for other families' tasks."""
+    """Scores of agents on a serving task, each played by a Ray worker."""
     from agents.evaluate import compare
     from agents.integrations.ray_workers import Job
-    from inferencegym.tasks import get_task
 
-    task = get_task(task_id)
+    task = serving_task(task_id)
     return compare(
         task, names, seeds, lambda agents: workers.evaluate([Job(task.task_id, a, tuple(seeds)) for a in agents])
     )
 
 
 def _compare_in_reference(task_id: Any, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Scores of agents on a serving task in the discrete-event reference.
-
-    Raises UnknownTaskError for tasks of other families.
-    """
+    """Scores of agents on a serving task in the discrete-event reference."""
     from rich.console import Console
     from rich.progress import Progress
 
     from agents.evaluate import Evaluation, compare, evaluate
     from agents.seeds import held_out_seeds
     from env.reference import ReferenceFleet
-    from inferencegym.tasks import get_task
 
-    task, seeds = get_task(task_id), held_out_seeds(args.seeds)
+    task, seeds = serving_task(task_id), held_out_seeds(args.seeds)
     play = partial(ReferenceFleet, rolling_restart=args.rolling_restart)
 
     def evaluate_all(agents: Sequence[str]) -> list[Evaluation]:

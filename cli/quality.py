@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from cli import seed_count
+from cli import seed_count, serving_task
 from inferencegym.errors import InvalidConfigError, refusal
 
 
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_tasks(args: argparse.Namespace) -> int:
     from agents.quality import quality, text
-    from inferencegym.tasks import get_task, list_tasks
+    from inferencegym.tasks import list_tasks
 
-    tasks = list_tasks(include_recorded=True) if args.task == ["all"] else [get_task(task) for task in args.task]
+    tasks = list_tasks(include_recorded=True) if args.task == ["all"] else [serving_task(task) for task in args.task]
     reports = []
     for task in tasks:
         reports.append(quality(task, args.episodes, args.generations))

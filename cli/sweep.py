@@ -11,9 +11,9 @@ from agents.evaluate import agents_for, interval
 from agents.integrations.ray_workers import Job, evaluate_jobs, sweep_table
 from agents.registry import load_own_agents
 from agents.seeds import held_out_seeds
-from cli import seed_count
+from cli import seed_count, serving_task
 from inferencegym.files import require_writable, write_text
-from inferencegym.tasks import get_task, list_tasks
+from inferencegym.tasks import list_tasks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate and print one line per agent and task."""
     if args.out:
         require_writable(args.out)
-    tasks = [get_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
+    tasks = [serving_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
     seeds = tuple(held_out_seeds(args.seeds))
     load_own_agents(args.agent or [])
     jobs = [Job(task.task_id, name, seeds) for task in tasks for name in agents_for(task, args.agent or ["all"])]

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from inferencegym.errors import InvalidConfigError
+from cli import serving_task
+from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.files import make_folder
 from inferencegym.installation import install_hint
 from inferencegym.task_files import RewardKind
-from inferencegym.tasks import get_task
 
 if TYPE_CHECKING:
     from inferencegym.vector_env import AutoresetVectorEnv
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--task", default="3", help="task id (default 3)")
-    parser.add_argument("--steps", type=int, default=600_000, help="steps in all (default 600000)")
+    parser.add_argument(
+        "--steps", type=int, default=600_000, help="steps in all, rounded up to whole rollouts (default 600000)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the learner and of its episodes (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="directory for policy, checkpoints, curve and events")
     parser.add_argument("--envs", type=int, help="episodes played in parallel (default 64; 128 where the task scales)")
@@ -39,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train a policy and print the result."""
-    if args.steps < 1 or (args.envs is not None and args.envs < 1):
-        raise InvalidConfigError("--steps and --envs must be at least 1")
-    task = get_task(args.task)
+    if args.envs is not None and args.envs < 1:
+        raise refusal("--envs", args.envs, "at least 1")
+    task = serving_task(args.task)
     try:
         from agents.ppo_demo import OBSERVATION, local_envs, rise, settings_for, train
     except ModuleNotFoundError as error:
@@ -51,9 +53,12 @@ def run(args: argparse.Namespace) -> int:
             f"{args.out} holds a run already: continue it with --resume, overwrite it with --force, or choose another "
             "--out"
         )
-    make_folder(args.out)
     chosen = {} if args.envs is None else {"n_envs": args.envs}
     settings = settings_for(task, from_scratch=args.from_scratch, reward=args.reward, **chosen)
+    least = settings.n_steps * settings.n_envs
+    if args.steps < least:
+        raise refusal("--steps", args.steps, f"at least {least}, after which PPO first updates its policy")
+    make_folder(args.out)
 
     def make_envs(hold: int) -> AutoresetVectorEnv:
         if not args.url:

@@ -461,7 +461,7 @@ def test_the_command_trains_in_process_and_against_a_server(
 ) -> None:
     for name, more in (("local", []), ("remote", ["--url", server.url])):
         out = tmp_path / name
-        options = ["--steps", "400", "--envs", "16", "--out", str(out), "--quiet"]
+        options = ["--steps", "6400", "--envs", "16", "--out", str(out), "--quiet"]
         assert main(["train", "--task", "1", *options, *more]) == 0
     assert "ppo:" in capsys.readouterr().out
     # Same seeds, same numbers: a server changes only the time it takes.
@@ -469,7 +469,7 @@ def test_the_command_trains_in_process_and_against_a_server(
     for policy in (tmp_path / "local", tmp_path / "local" / "policy.npz"):
         assert main(["evaluate", "--task", "1", "--agent", f"ppo:{policy}", "--seeds", "2"]) == 0
     before = (tmp_path / "local" / "policy.npz").read_bytes()
-    again = ["train", "--task", "1", "--seed", "1", "--steps", "400", "--envs", "16", "--out", str(tmp_path / "local")]
+    again = ["train", "--task", "1", "--seed", "1", "--steps", "6400", "--envs", "16", "--out", str(tmp_path / "local")]
     assert main([*again, "--quiet"]) == 2
     assert "holds a run already: continue it with --resume" in capsys.readouterr().err
     assert (tmp_path / "local" / "policy.npz").read_bytes() == before
@@ -478,9 +478,18 @@ def test_the_command_trains_in_process_and_against_a_server(
 
 
 def test_the_command_refuses_what_cannot_be_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--task", "rollout-mix", "--out", str(tmp_path)]) == 2
+    refused = capsys.readouterr().err
+    assert "rollout-mix is a task of the environment rollouts" in refused
+    assert "InferenceGym/RolloutMix-v1" in refused
+    assert "fleet-mix" not in refused
+    for n_envs, least in (("64", "6400"), ("10000", "10000")):
+        options = ["--task", "1", "--envs", n_envs, "--out", str(tmp_path / "short")]
+        assert main(["train", *options, "--steps", str(int(least) - 1)]) == 2
+        assert f"must be at least {least}, after which PPO" in capsys.readouterr().err
     assert main(["train", "--task", "nothing", "--out", str(tmp_path)]) == 2
-    assert main(["train", "--steps", "0", "--out", str(tmp_path)]) == 2
-    assert "--steps" in capsys.readouterr().err
+    assert main(["train", "--envs", "0", "--out", str(tmp_path)]) == 2
+    assert "--envs=0 is not allowed: it must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow
