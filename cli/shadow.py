@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from ops.prices import load_prices
     from ops.report import shadow_figures, shadow_report, write_page
     from ops.shadow import CONSTANT, FIXED, shadow
+    from simulator.hardware.catalogue import precision_named
 
     agents = agent_names(",".join(args.agent or ["heuristic"]))
     if args.export_policy is not None and args.export is None:
@@ -81,8 +82,11 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.html)
     if export_file:
         require_writable(export_file)
+    task = get_task(args.task) if args.task else None
+    if task and not (args.hardware or args.model or args.table):
+        args.hardware = task.hardware
     tables = chosen_tables(args, args.kv_cache_dtype)
-    fixed = _baseline(args.baseline, tables)
+    fixed = _baseline(args.baseline, tables, precision_named(args.model or ""))
     load_own_agents(agents)
     imported = read_log(args.trace, args)
     if not args.json:
@@ -93,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         fixed=fixed,
         n_gpus=args.gpus,
         slo_ms=args.slo_ms,
-        task=get_task(args.task) if args.task else None,
+        task=task,
         tables=tables,
         prices=load_prices(args.prices, [str(tables.meta["hardware"])]) if args.prices else None,
         drafts=args.drafts,
@@ -136,18 +140,18 @@ _VLLM_NAMES: Final = {
 """Knobs by vLLM's names for them."""
 
 
-def _baseline(text: str, tables: ServingTables) -> dict[str, Any]:
-    """The user's settings; a precision may have its name in the table."""
+def _baseline(text: str, tables: ServingTables, precision: str | None) -> dict[str, Any]:
+    """The user's settings, by default in this precision; a precision may have its name in the table."""
     from inferencegym.errors import InvalidConfigError, short_repr
 
-    fixed = _object(text)
+    fixed = {**({"quant_tier": precision} if precision else {}), **_object(text)}
     for name in fixed:
         if (knob := _VLLM_NAMES.get(name.lower().replace("-", "_"))) is not None:
             raise InvalidConfigError(f"--baseline: unknown field {name}: did you mean {knob}?")
     if isinstance(tier := fixed.get("quant_tier"), str):
         if tier.upper() not in tables.tiers:
             known = ", ".join(tables.tiers)
-            raise InvalidConfigError(f"--baseline: quant_tier={short_repr(tier)} is not in the table: one of {known}")
+            raise InvalidConfigError(f"quant_tier={short_repr(tier)} is not in the table: one of {known}")
         fixed["quant_tier"] = tables.tiers.index(tier.upper())
     return fixed
 

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--spec-length", type=int, default=0, help="draft tokens per verification: 0, 1, 2, 4, 8 (default %(default)s)"
     )
-    fleet.add_argument("--quant", help="precision, one of the table's (default: its first)")
+    fleet.add_argument("--quant", help="precision, one of the table's (default: the model name's, or its first)")
     fleet.add_argument(
         "--disagg",
         action="store_true",
@@ -217,15 +217,17 @@ def _server(args: argparse.Namespace, log: RequestLog | None, tables: ServingTab
     from cli.figures import progress_line
     from inferencegym.models import ServeAction
     from ops.played import PlayedLoad
+    from simulator.hardware.catalogue import precision_named
     from simulator.whatif import steady_requests
 
     for warning in tables.meta.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
+    precision = args.quant or precision_named(args.model or "")
     knobs = {
         "kv_budget": args.kv_budget,
         "spec_length": args.spec_length,
         "prefill_disagg": args.disagg or args.prefill_replicas is not None,
-        "quant_tier": 0 if args.quant is None else tables.tier_index(args.quant),
+        "quant_tier": tables.tier_index(precision) if precision else 0,
     }
     # The knob ends where the fluid model's tables do, a played batch need not.
     action = replace(ServeAction.from_dict(knobs), batch_size=args.batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ def add_table_arguments(parser: Any) -> None:
     """Add the alternatives ``--hardware`` and ``--table`` to a parser or a group of its options."""
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
-        "--hardware", help="table of the catalogue, or with --model a card that has one table of it (default a100-40gb)"
+        "--hardware", help="table or card, see `inferencegym hardware` (default: the first of the model, or a100-40gb)"
     )
     chosen.add_argument("--table", type=Path, help="your own table, written by measure or import-bench")
-    parser.add_argument("--model", help="with --hardware CARD: the model, such as llama-3.1-8b")
+    parser.add_argument("--model", help="model, such as llama-3.1-8b; required if the card has tables of several")
 
 
 def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +40,22 @@ def add_kv_cache_argument(parser: Any) -> None:
 
 
 def chosen_tables(args: argparse.Namespace, kv_cache_dtype: str = "auto") -> ServingTables:
-    """The table that was chosen, or the default, with this KV cache. Raises InvalidConfigError if several are."""
+    """The table that was chosen, or the default, with this KV cache.
+
+    Of several with the hardware and the model that were named, the first is taken, and a line says so.
+    """
     from inferencegym.errors import InvalidConfigError
-    from simulator.hardware.catalogue import table_named, table_path
+    from simulator.hardware.catalogue import table_path, tables_named
     from simulator.hardware.sources import with_fp8_kv
     from simulator.hardware.tables import load_tables
 
-    if args.model and not args.hardware:
-        raise InvalidConfigError("--model needs --hardware, which names the card: give both", "model")
-    tables = load_tables(table_path(table_named(args.hardware, args.model)) if args.hardware else args.table)
+    path = args.table
+    if args.model and path:
+        raise InvalidConfigError("--model does not go with --table, which is of one model: leave it out", "model")
+    if args.hardware or args.model:
+        first, *others = tables_named([args.hardware] if args.hardware else None, args.model)
+        path = table_path(first)
+        if others:
+            print(f"playing on {first}; --hardware takes {', '.join(others)} too", file=sys.stderr)
+    tables = load_tables(path)
     return with_fp8_kv(tables) if kv_cache_dtype == "fp8" else tables

@@ -105,7 +105,7 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
     for name in hardware or ():
         if name not in hardware_names():
             raise InvalidConfigError(
-                f"hardware={short_repr(name)} is not in the catalogue: all, a card "
+                f"hardware={short_repr(name)} is not in the catalogue: choose a card "
                 f"({', '.join(dict.fromkeys((*map(short_name, cards()), *cards())))}) or a table of "
                 "`inferencegym hardware`",
                 "hardware",
@@ -124,23 +124,6 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
             "model",
         )
     return found
-
-
-def table_named(hardware: str, model: str | None = None) -> str:
-    """Name of the only table that :func:`tables_named` would select; without ``model``, of any model.
-
-    Raises :class:`InvalidConfigError`. If several tables match, it lists them; if none does, it lists the choices.
-    """
-    if hardware not in hardware_names():
-        table_entry(hardware)  # raises
-    found = _tables_of([hardware]) if model is None else tables_named([hardware], model)
-    if hardware in found:
-        return hardware
-    if len(found) > 1:
-        raise InvalidConfigError(
-            f"hardware={short_repr(hardware)} has several tables: choose one of {', '.join(found)}", "hardware"
-        )
-    return found[0]
 
 
 def _tables_of(hardware: Sequence[str]) -> list[str]:

@@ -478,7 +478,7 @@ def test_a_time_of_the_end_tells_arrivals_with_a_latency_in_its_unit(tmp_path: P
         {"end_time": 1.7e9 + i + 2.5, "latency": 2500.0, "prompt_len": 10 * i + 10, "gen_len": 5} for i in range(20)
     ]
     (tmp_path / "log.jsonl").write_text(lines(rows))
-    with pytest.raises(DataFormatError, match="latency has no unit, and its median is 2500. Name the unit: "):
+    with pytest.raises(DataFormatError, match="latency has no unit, and its median is 2500"):
         import_log(tmp_path / "log.jsonl")
     imported = import_log(tmp_path / "log.jsonl", columns="arrival=end_time,duration=latency:ms")
     np.testing.assert_allclose(imported.log.arrival_s, np.arange(20.0), atol=1e-5)

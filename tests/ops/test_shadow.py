@@ -425,6 +425,17 @@ def test_an_fp8_kv_cache_and_the_logs_model_are_in_the_report_and_in_the_export(
         assert "\nkv-cache-dtype: fp8\n" in exported
 
 
+def test_a_task_has_its_hardware_and_a_models_name_its_precision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "0,200,50\n" * 30)
+    command = ["shadow", "--trace", str(tmp_path / "log.csv"), "--agent", "naive", "--gpus", "1", "--json"]
+    assert main([*command, "--task", "2@h100-llama-3.1-8b"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"] == "h100_sxm"
+    assert main([*command, "--model", "llama-3.1-8b-FP8", "--hardware", "l40s"]) == 0
+    assert json.loads(capsys.readouterr().out)["fixed_action"]["quant_tier"] == 1
+
+
 def test_a_wrong_baseline_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
     for text, message in (

@@ -17,7 +17,7 @@ from ops.capacity import log_task, on_replicas, play_constant
 from ops.objectives import margin, parse_objective
 from ops.played import PlayedLoad
 from ops.report import plain
-from simulator.hardware.catalogue import table_named, table_path
+from simulator.hardware.catalogue import table_path
 from simulator.hardware.sources import operators_of
 from simulator.hardware.tables import load_tables
 from simulator.whatif import steady_requests
@@ -277,19 +277,31 @@ def test_a_plans_batch_of_1024_is_played_as_the_plan_does(capsys: Capture) -> No
         assert f"an integer from 1 to {most}" in capsys.readouterr().err
 
 
-def test_a_card_and_a_model_stand_for_their_only_table(capsys: Capture) -> None:
-    assert table_named("h100", "meta-llama/Llama-3.1-8B-Instruct") == "h100-llama-3.1-8b"
-    assert table_named("a100-40gb") == "a100-40gb"
-    load = ["--qps", "2", "--requests", "5", "--json"]
-    by_card = said(capsys, "--hardware", "h100", "--model", "llama-3.1-8b", *load)
-    assert by_card == said(capsys, "--hardware", "h100-llama-3.1-8b", *load) != said(capsys, *load)
+def test_a_model_and_a_card_choose_a_table_and_the_others_are_named(capsys: Capture) -> None:
+    load = ["simulate", "--qps", "2", "--requests", "5", "--json"]
+    found = {}
+    for chosen, table, others in (
+        ("--hardware h100 --model meta-llama/Llama-3.1-8B-Instruct", "h100-llama-3.1-8b", ""),
+        ("--hardware a100 --model llama-3.1-8b", "a100-40gb", "a100-80gb"),
+        ("--hardware a100-80gb --model llama-3.1-8b", "a100-80gb", ""),
+        ("--model qwen3-8b", "a100-qwen3-8b", ""),
+        ("--hardware h100 --model llama-3.1-70b", "h100-llama-3.1-70b-tp2", "h100-llama-3.1-70b-tp4"),
+    ):
+        assert main([*load, *chosen.split()]) == 0
+        told = capsys.readouterr()
+        assert told.err == (f"playing on {table}; --hardware takes {others} too\n" if others else "")
+        found[table] = told.out
+        assert main([*load, "--hardware", table]) == 0
+        assert capsys.readouterr().out == told.out
+    assert len(set(found.values())) == 5
+    fp8 = said(capsys, "--hardware", "b200", "--model", "Qwen/Qwen3-32B-FP8", *load[1:])
+    assert fp8 == said(capsys, "--hardware", "b200-qwen3-32b", "--quant", "FP8", *load[1:])
+    assert fp8 != said(capsys, "--hardware", "b200-qwen3-32b", *load[1:])
     for command in (["simulate"], ["shadow", "--trace", "log.csv"]):
-        assert main([*command, "--hardware", "a100", "--model", "llama-3.1-8b"]) == 2
-        assert "hardware='a100' has several tables: choose one of a100-40gb, a100-80gb" in capsys.readouterr().err
         assert main([*command, "--hardware", "l40s"]) == 2
-        assert "choose one of l40s-llama-3.1-8b, l40s-gpt-oss-20b" in capsys.readouterr().err
-        assert main([*command, "--model", "llama-3.1-8b"]) == 2
-        assert "--model needs --hardware" in capsys.readouterr().err
+        assert "model is missing: this hardware has tables of llama-3.1-8b, gpt-oss-20b" in capsys.readouterr().err
+        assert main([*command, "--table", "mine.parquet", "--model", "llama-3.1-8b"]) == 2
+        assert "--model does not go with --table" in capsys.readouterr().err
 
 
 def test_an_fp8_kv_cache_holds_more_requests_and_says_where_its_attention_was_not_measured(capsys: Capture) -> None:

@@ -149,9 +149,7 @@ def test_options_are_refused_before_a_log_is_read_or_an_engine_asked(capsys: pyt
         capsys, *shadow, "--export", "vllm", "--export-policy", "foo"
     )
     assert "give --export vllm" in refusal(capsys, *shadow, "--export-policy", "fixed")
-    assert "has several tables" in refusal(
-        capsys, "simulate", "--trace", "none.csv", "--hardware", "h100", "--model", "qwen3-32b"
-    )
+    assert "this hardware has tables of" in refusal(capsys, "simulate", "--trace", "none.csv", "--hardware", "h100")
     assert "engine='localhost:8000' is not allowed" in refusal(capsys, "measure", "--engine", "localhost:8000")
     control = "live", "control", "--engine", "http://127.0.0.1:9"
     assert "a range of one of kv_budget" in refusal(capsys, *control, "--bound", "batch=16:256")
