@@ -29,7 +29,7 @@ from env.vector import vector_outcome
 from inferencegym import render
 from inferencegym.errors import InvalidActionError, InvalidConfigError, refusal
 from inferencegym.seeds import SeedSeries
-from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
+from inferencegym.spaces.formats import ObservationCodec, action_codec_of, reward_format
 from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import Calibration, TaskId, get_calibration
 from inferencegym.vector_env import (
@@ -79,7 +79,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         )
         self.task, self.config = self._episode.task, self._episode.config
         constants = calibration or get_calibration(self.task.task_id)
-        self._actions = action_codec(action, self.task.fleet.max_replicas, constants.replica_knobs)
+        self._actions = action_codec_of(action, self.task, constants)
         self._observations = ObservationCodec(self.task, self.config, constants, observation)
         self._series = SeedSeries(1)
         self.observation_space = self._observations.space

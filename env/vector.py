@@ -16,7 +16,7 @@ from grader.episode import GRADED_METRICS, Episode
 from grader.grader import grade_episodes
 from inferencegym.errors import refusal
 from inferencegym.spaces.actions import action_size
-from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
+from inferencegym.spaces.formats import ObservationCodec, action_codec_of, reward_format
 from inferencegym.tasks import Calibration, TaskId, get_task, task_of, with_settings
 from inferencegym.vector_env import (
     ArrayVectorEnv,
@@ -73,7 +73,7 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
         self._made_of = (self.task, num_envs, self.config, tables, calibration)
         self._n_threads = n_threads
         self._make_batch()
-        self._actions = action_codec(action, self.task.fleet.max_replicas, self.batch.calibration.replica_knobs)
+        self._actions = action_codec_of(action, self.task, self.batch.calibration)
         self._observations = ObservationCodec(self.task, self.config, self.batch.calibration, observation)
         super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode, max_episode_steps)
 

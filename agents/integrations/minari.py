@@ -24,7 +24,7 @@ from agents.protocol import knobs_of
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 from inferencegym.errors import InvalidConfigError
-from inferencegym.spaces.formats import action_codec
+from inferencegym.spaces.formats import action_codec_of
 from inferencegym.tasks import TaskId, get_calibration, get_task
 from inferencegym.vector_env import registered_id
 
@@ -46,8 +46,7 @@ def record(dataset_id: str, task_id: TaskId, agent: str, seeds: Sequence[int], *
         )
     task = get_task(task_id)
     env: Any = gymnasium.make("inferencegym.gym:" + registered_id(task.gym_id, version=2), **settings)
-    knobs = get_calibration(task.task_id).replica_knobs
-    codec = action_codec(env.spec.kwargs["action"], task.fleet.max_replicas, knobs)
+    codec = action_codec_of(env.spec.kwargs["action"], task, get_calibration(task.task_id))
     player, episodes = make_agent(agent, task), []
     for seed in seeds:
         player.reset(1)

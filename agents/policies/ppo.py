@@ -21,7 +21,7 @@ from agents.protocol import FloatArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.spaces.actions import action_size
-from inferencegym.spaces.formats import DiscreteCodec, ObservationCodec, ReplicasCodec, action_codec
+from inferencegym.spaces.formats import ChoicesCodec, DiscreteCodec, ObservationCodec, action_codec_of
 from inferencegym.tasks import TaskSpec, get_calibration
 
 FILE_VERSION: Final = 2
@@ -84,7 +84,7 @@ class PpoAgent:
                 f"the policy reads {reads} numbers and task {task.task_id} gives {gives} (observation="
                 f"{policy.observation!r}): it was trained on another task"
             )
-        self._actions = action_codec(policy.action, task.fleet.max_replicas, constants.replica_knobs)
+        self._actions = action_codec_of(policy.action, task, constants)
         self._n_knobs = action_size(task.fleet)
 
     def reset(self, n_rows: int) -> None:
@@ -108,8 +108,8 @@ class PpoAgent:
             knobs = (*ACTION_FIELDS, "replicas")[: self._n_knobs]
             parts = zip(knobs, np.split(out, ends, axis=1), strict=True)
             return self._actions.decode(np.stack([central(logits, name) for name, logits in parts], axis=1))
-        if isinstance(self._actions, ReplicasCodec):
-            return self._actions.decode(central(out, "replicas"))
+        if isinstance(self._actions, ChoicesCodec):
+            return self._actions.decode(central(out, self.policy.action))
         return self._actions.decode(np.clip(out, -1.0, 1.0) if policy_is_unit(self.policy) else out)
 
 

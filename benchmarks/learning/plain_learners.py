@@ -3,7 +3,7 @@
     python -m benchmarks.learning.plain_learners                   PPO, task 3, a training seed, a million steps
     python -m benchmarks.learning.plain_learners --task 2 --seeds 5     those of five training seeds that are not stored
     ... --learner trpo                                             another of LEARNERS
-    ... --learner cleanrl --cleanrl ppo.py --task autoscale --envs 4    CleanRL's file, see CLEANRL
+    ... --learner cleanrl --cleanrl ppo.py --action settings --envs 4   CleanRL's file, see CLEANRL
 
 Trains ``PPO("MlpPolicy", env)`` or another learner in one thread, on one environment or ``--envs`` (rows of a native
 batch, which steps faster than what ``gymnasium.make`` gives). With n of them PPO updates once in n times as many steps.
@@ -74,8 +74,14 @@ LEARNERS: Final = {
     "sbx": Learner("PPO, SBX", "sbx.PPO"),
     "cleanrl": Learner("PPO, CleanRL"),
     "rllib": Learner("PPO, RLlib"),
+    "skrl": Learner("PPO, skrl"),
 }
-"""SB3-Contrib and SBX are installed apart (docs/ppo.md). DQN and CleanRL take ``Discrete`` actions only."""
+"""SB3-Contrib, SBX and skrl are installed apart (docs/ppo.md). DQN and CleanRL take ``Discrete`` actions only."""
+SKRL_NETWORK: Final = {
+    "network": [{"name": "net", "input": "OBSERVATIONS", "layers": [64, 64], "activations": "tanh"}],
+    "output": "ACTIONS",
+}
+"""skrl has no network of its own; this is that of Stable-Baselines3's ``MlpPolicy``."""
 CLEANRL: Final = "cleanrl/ppo.py of https://github.com/vwxyzjn/cleanrl, commit e421c2e50b81febf639fced51a69e2602593d50d"
 """CleanRL's program. It needs ``tyro``, ``torch`` and ``tensorboard``."""
 CLEANRL_SHA256: Final = "d8dfbb7ac0b21e747b77d6e6673e566db4d6cdacc83bcebcd19cf87ad0e459ae"
@@ -174,22 +180,86 @@ def train_rllib(env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **s
     algorithm.stop()
 
 
+class WatchedEnvs(gymnasium.vector.VectorWrapper):
+    """Environments that call ``watch`` with the number of steps played, those of all environments counted."""
+
+    def __init__(self, envs: Any, watch: Callable[[int], None]) -> None:
+        super().__init__(envs)
+        self._watch, self._steps = watch, 0
+
+    def step(self, actions: Any) -> Any:
+        """Step, then call ``watch``."""
+        played = super().step(actions)
+        self._steps += self.num_envs
+        self._watch(self._steps)
+        return played
+
+
+def train_skrl(env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **settings: Any) -> None:
+    """Train skrl's PPO once, by its runner and with its defaults; ``keep`` gets the run :data:`N_SCORES` times."""
+    from skrl.agents.torch.ppo import PPO_CFG
+    from skrl.envs.wrappers.torch import wrap_env
+    from skrl.utils.runner.torch import Runner
+
+    curve = Curve(env_id, steps, keep, **settings)
+    envs: Any = gymnasium.make_vec(env_id, num_envs=n_envs, autoreset_mode=AutoresetMode.SAME_STEP, **settings)
+    space = envs.single_action_space
+    several = isinstance(space, gymnasium.spaces.MultiDiscrete)
+    ends = np.cumsum(space.nvec)[:-1].tolist() if several else []
+
+    def decide(seen: NDArray[np.float32]) -> NDArray[Any]:
+        with torch.no_grad():
+            logits, _ = runner.agent.policy.compute({"observations": torch.as_tensor(seen)}, role="policy")
+        parts = [part.argmax(dim=1).numpy() for part in logits.tensor_split(ends, dim=1)]
+        return np.stack(parts, axis=1) if several else np.asarray(parts[0])
+
+    def watch(done: int) -> None:
+        if curve.is_due(done) or done >= steps:
+            curve.score(decide, done)
+
+    network = {"class": "MultiCategoricalMixin" if several else "CategoricalMixin", **SKRL_NETWORK}
+    with TemporaryDirectory() as folder:
+        runner = Runner(
+            wrap_env(WatchedEnvs(envs, watch), verbose=False),
+            {
+                "seed": seed,
+                "models": {
+                    "separate": True,
+                    "policy": network,
+                    "value": {"class": "DeterministicMixin", **SKRL_NETWORK, "output": "ONE"},
+                },
+                "memory": {"class": "RandomMemory", "memory_size": -1},
+                "agent": {
+                    "class": "PPO",
+                    "rollouts": PPO_CFG().rollouts,
+                    "experiment": {"directory": folder, "write_interval": 0},
+                },
+                "trainer": {"class": "SequentialTrainer", "timesteps": steps // n_envs, "headless": True},
+            },
+        )
+        runner.run()
+
+
 def run_cleanrl(
-    program: Path, more: Sequence[str], env_id: str, n_envs: int, seed: int, steps: int, keep: Keep
+    program: Path, more: Sequence[str], env_id: str, n_envs: int, seed: int, steps: int, keep: Keep, **settings: Any
 ) -> None:
     """Run CleanRL's program as it is, with ``more`` options; ``keep`` gets the run at the end.
 
-    The program neither scores nor stores its policy, which is left in its variable ``agent``. Its events of
-    TensorBoard go to a temporary folder.
+    It takes nothing but an id, so the id with ``settings`` is registered under another name. The program neither scores
+    nor stores its policy, which is left in its variable ``agent``. Its events of TensorBoard go to a temporary folder.
     """
     started = time.perf_counter()
-    options = {"--env-id": env_id, "--num-envs": n_envs, "--seed": seed, "--total-timesteps": steps}
+    played = env_id
+    if settings:
+        spec, played = gymnasium.spec(env_id), "Settings-v0"
+        gymnasium.register(played, spec.entry_point, kwargs={**spec.kwargs, **settings})
+    options = {"--env-id": played, "--num-envs": n_envs, "--seed": seed, "--total-timesteps": steps}
     argv = [os.fspath(program), *(str(word) for option in options.items() for word in option), "--no-cuda", *more]
     program = program.resolve()
     with TemporaryDirectory() as folder, contextlib.chdir(folder), arguments(argv):
         left = runpy.run_path(os.fspath(program), run_name="__main__")
     wall_s = time.perf_counter() - started
-    scores = gym_scores(env_id, likeliest(left["agent"].actor))
+    scores = gym_scores(env_id, likeliest(left["agent"].actor), **settings)
     print(f"{env_id}: {scores.mean():.3f} after {left['global_step']:,} steps", flush=True)
     curve = [(left["global_step"], float(scores.mean()))]
     keep(run_of(left["global_step"], wall_s, scores, curve))
@@ -306,22 +376,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps of a run (default 1000000)")
     args = parser.parse_args()
     if args.learner == "cleanrl":
-        if args.action:
-            parser.error("CleanRL's program takes the actions of the id")
-        learn: Callable[..., None] = partial(run_cleanrl, checked(args.cleanrl), shlex.split(args.options))
+        by: Callable[..., None] = partial(run_cleanrl, checked(args.cleanrl), shlex.split(args.options))
     else:
         if args.options:
             parser.error("--options are CleanRL's")
-        by = train_rllib if args.learner == "rllib" else partial(train, LEARNERS[args.learner])
-        learn = partial(by, **({"action": args.action} if args.action else {}))
+        others = {"rllib": train_rllib, "skrl": train_skrl}
+        by = others.get(args.learner) or partial(train, LEARNERS[args.learner])
+    learn = partial(by, **({"action": args.action} if args.action else {}))
     torch.set_num_threads(1)
     # Checks of every distribution's arguments: a large part of the time, and without influence on the numbers.
     torch.distributions.Distribution.set_default_validate_args(False)
     for task_id in args.task or ["3"]:
         env_id = registered_id(get_task(task_id).gym_id, version=2)
         done = {key(run): run["steps"] for run in stored(NAME).get(task_id, {"runs": []})["runs"]}
+        settings = " ".join(filter(None, [f"action={args.action}" if args.action else "", args.options]))
         for seed in range(args.seeds):
-            run = {"learner": args.learner, "settings": args.options or args.action, "n_envs": args.envs, "seed": seed}
+            run = {"learner": args.learner, "settings": settings, "n_envs": args.envs, "seed": seed}
             # CleanRL stops before an update that would exceed the steps.
             if done.get(key(run), 0) < args.steps * (0.95 if args.learner == "cleanrl" else 1.0):
                 learn(env_id, args.envs, seed, args.steps, partial(keep_run, task_id, run))

@@ -27,7 +27,7 @@ from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConf
 from inferencegym.models import ServeObservation
 from inferencegym.seeds import SeedSeries
 from inferencegym.spaces.actions import action_mask, from_row, snap
-from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
+from inferencegym.spaces.formats import ObservationCodec, action_codec_of, reward_format
 from inferencegym.spaces.observations import first_fleet, fleet_array, to_array
 from inferencegym.tasks import TaskId, get_calibration, get_task, with_settings
 from inferencegym.vector_env import (
@@ -59,7 +59,7 @@ class _RemoteTask:
         self.config = self.task.config(config)
         self.overrides = config
         constants = get_calibration(self.task.task_id)
-        self.actions = action_codec(action, self.task.fleet.max_replicas, constants.replica_knobs)
+        self.actions = action_codec_of(action, self.task, constants)
         self.observations = ObservationCodec(self.task, self.config, constants, observation)
         self._mask = action_mask(self.task.active_actions)
 

@@ -1,15 +1,16 @@
 """Formats of actions and observations for learners: Gymnasium spaces with declared bounds, for one row or many.
 
 Three action formats, each with all five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task;
-knobs that a task does not offer are ignored there. A fourth is for tasks that scale. What a format decodes to is
-clamped and snapped by :func:`inferencegym.spaces.actions.snap`.
+knobs that a task does not offer are ignored there. Two more are a single choice, for learners that take ``Discrete``
+actions only. What a format decodes to is clamped and snapped by :func:`inferencegym.spaces.actions.snap`.
 
 - ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs are spread
   evenly over the interval (``spec_length`` over its five choices, ``quant_tier`` over its three).
 - ``"natural"``: the knobs in their own units, from ``ACTION_LOW`` to ``ACTION_HIGH``.
 - ``"discrete"``: indices into :data:`LEVELS`.
-- ``"replicas"``: the number of replicas less one, a single choice; the five knobs stay as the task's capacity plan sets
-  them, as they do for autoscalers.
+- ``"settings"``: one of all combinations of :data:`COARSE_LEVELS` of the knobs that the task offers.
+- ``"replicas"``, in its place on tasks that scale: the number of replicas less one; the five knobs stay as the task's
+  capacity plan sets them, as they do for autoscalers.
 
 Four observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
 (:func:`inferencegym.spaces.observations.normalise`), ``"scheduled"``, which adds the position of the next step in the
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -30,7 +32,7 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidActionError, refusal
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
-from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, refuse_nan
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, refuse_nan
 from inferencegym.spaces.forecast import forecast_rps
 from inferencegym.spaces.knobs import ActionDecoder
 from inferencegym.spaces.observations import (
@@ -66,6 +68,15 @@ LEVELS: Final[dict[str, FloatArray]] = {
 }
 """Values of each knob in the ``"discrete"`` format; batch sizes are half octaves up to 32, then
 quarters of one: among large batches a step of a half can miss the best one by a tenth of the grade."""
+
+COARSE_LEVELS: Final[dict[str, tuple[float, ...]]] = {
+    "kv_budget": (0.5, 0.7, 0.8, 0.9),
+    "spec_length": (0.0, 1.0, 2.0, 4.0),
+    "batch_size": (32.0, 128.0, 224.0, 256.0, 512.0),
+    "prefill_disagg": (0.0, 1.0),
+    "quant_tier": (0.0, 1.0, 2.0),
+}
+"""Values of each knob in the ``"settings"`` format, so few that a learner can try all their combinations."""
 
 
 def knob_levels(max_replicas: int | None = None) -> list[FloatArray]:
@@ -168,28 +179,47 @@ class DiscreteCodec:
         return np.stack(nearest, axis=1)
 
 
-class ReplicasCodec:
-    """Choices among 1 to ``max_replicas`` replicas, each of which has the same five ``knobs``."""
+class ChoicesCodec:
+    """One choice among ``rows`` of knobs (N, 5), or (N, 6) on tasks that scale."""
 
-    def __init__(self, max_replicas: int, knobs: Sequence[float]) -> None:
-        self._most, self._knobs = max_replicas, np.array(knobs)
+    def __init__(self, rows: FloatArray) -> None:
+        self._rows = rows
+        most = None if rows.shape[1] == len(ACTION_FIELDS) else int(rows[:, -1].max())
+        self._scale = BoxCodec(most).encode
+        self._scaled = self._scale(rows)
+
+    @classmethod
+    def of_settings(cls, active_actions: Sequence[str]) -> ChoicesCodec:
+        """All combinations of :data:`COARSE_LEVELS` of these knobs; the last knob changes first."""
+        levels = [
+            COARSE_LEVELS[name] if name in active_actions else (forced,)
+            for name, forced in zip(ACTION_FIELDS, FORCED.tolist(), strict=True)
+        ]
+        return cls(np.array(list(product(*levels))))
+
+    @classmethod
+    def of_replicas(cls, max_replicas: int, knobs: Sequence[float]) -> ChoicesCodec:
+        """1 to ``max_replicas`` replicas, each of which has the same five ``knobs``."""
+        return cls(np.array([[*knobs, n + 1.0] for n in range(max_replicas)]))
 
     @property
     def space(self) -> spaces.Space[Any]:
         from gymnasium import spaces
 
-        return spaces.Discrete(self._most)
+        return spaces.Discrete(len(self._rows))
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
-        """Knobs (B, 6) for actions (B,)."""
+        """Knobs (B, 5) or (B, 6) for actions (B,)."""
         chosen = np.asarray(actions)
-        if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or ((chosen < 0) | (chosen >= self._most)).any():
-            raise InvalidActionError("action", actions, f"an integer from 0 to below {self._most}")
-        return np.column_stack([np.tile(self._knobs, (len(chosen), 1)), chosen + 1.0])
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or ((chosen < 0) | (chosen >= len(self._rows))).any():
+            raise InvalidActionError("action", actions, f"an integer from 0 to below {len(self._rows)}")
+        knobs: FloatArray = self._rows[chosen]
+        return knobs
 
     def encode(self, knobs: FloatArray) -> NDArray[np.int64]:
-        """Actions (B,) for knobs (B, 6), whose first five are lost."""
-        return knobs[:, -1].astype(np.int64) - 1
+        """Actions (B,) for knobs (B, 5) or (B, 6): the nearest row on the scale of the ``"box"`` format."""
+        apart = self._scale(knobs)[:, None] - self._scaled
+        return np.asarray((apart**2).sum(axis=2).argmin(axis=1), dtype=np.int64)
 
 
 ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] = {
@@ -200,19 +230,30 @@ ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] =
 
 
 def action_codec(
-    action: str, max_replicas: int | None = None, replica_knobs: Sequence[float] | None = None
+    action: str,
+    max_replicas: int | None = None,
+    replica_knobs: Sequence[float] | None = None,
+    active_actions: Sequence[str] = tuple(ACTION_FIELDS),
 ) -> ActionCodec:
     """Codec of an action format, with a sixth knob from 1 to ``max_replicas`` where the task scales.
 
-    ``replica_knobs`` are the five of :class:`inferencegym.tasks.Calibration`, for ``"replicas"``. Raises
-    :class:`InvalidConfigError` listing the formats that the task has.
+    ``replica_knobs`` are the five of :class:`inferencegym.tasks.Calibration`, for ``"replicas"``; ``active_actions``
+    are the knobs that the task offers, for ``"settings"``. Raises :class:`InvalidConfigError` listing the formats that
+    the task has.
     """
     if action == "replicas" and max_replicas is not None and replica_knobs is not None:
-        return ReplicasCodec(max_replicas, replica_knobs)
+        return ChoicesCodec.of_replicas(max_replicas, replica_knobs)
+    if action == "settings" and max_replicas is None:
+        return ChoicesCodec.of_settings(active_actions)
     if action not in ACTION_CODECS:
-        scaling = "" if max_replicas is None else ", replicas (once `inferencegym calibrate` has planned them)"
-        raise refusal("action", action, f"one of {', '.join(ACTION_CODECS)}{scaling}")
+        single = "settings" if max_replicas is None else "replicas (once `inferencegym calibrate` has planned them)"
+        raise refusal("action", action, f"one of {', '.join([*ACTION_CODECS, single])}")
     return ACTION_CODECS[action](max_replicas)
+
+
+def action_codec_of(action: str, task: TaskSpec, calibration: Calibration) -> ActionCodec:
+    """Codec of an action format on a task."""
+    return action_codec(action, task.fleet.max_replicas, calibration.replica_knobs, task.active_actions)
 
 
 OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled", "full")

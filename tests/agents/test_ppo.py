@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -129,8 +130,15 @@ def test_ppo_without_tuning_keeps_the_run_so_far_and_does_not_repeat_a_complete_
     assert run["curve"][-1][1] == pytest.approx(np.mean(run["scores"]))
 
 
+@pytest.mark.parametrize(
+    ("env_id", "more", "played"),
+    [
+        ("InferenceGym/AutoscaledChat-v2", {}, "InferenceGym/AutoscaledChat-v2"),
+        ("InferenceGym/BurstyShareGPT-v2", {"action": "settings"}, "Settings-v0"),
+    ],
+)
 def test_cleanrls_program_is_run_with_its_options_and_its_agent_is_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, env_id: str, more: dict[str, Any], played: str
 ) -> None:
     program = tmp_path / "ppo.py"
     program.write_text(
@@ -145,15 +153,15 @@ def test_cleanrls_program_is_run_with_its_options_and_its_agent_is_scored(
         encoding="utf-8",
     )
     runs: list[dict[str, Any]] = []
-    env_id = "InferenceGym/AutoscaledChat-v2"
     before = list(sys.argv), Path.cwd()
-    plain_learners.run_cleanrl(program, ["--num-steps", "9"], env_id, 4, 3, 1000, runs.append)
+    plain_learners.run_cleanrl(program, ["--num-steps", "9"], env_id, 4, 3, 1000, runs.append, **more)
     assert (list(sys.argv), Path.cwd()) == before
     assert not Path("events").exists()
     assert (tmp_path / "argv").read_text(encoding="utf-8") == (
-        f"{program} --env-id {env_id} --num-envs 4 --seed 3 --total-timesteps 1000 --no-cuda --num-steps 9"
+        f"{program} --env-id {played} --num-envs 4 --seed 3 --total-timesteps 1000 --no-cuda --num-steps 9"
     )
-    three = gym_scores(env_id, lambda seen: np.full(len(seen), 2))  # the likeliest of the logits
+    assert gymnasium.spec(played).kwargs == {**gymnasium.spec(env_id).kwargs, **more}
+    three = gym_scores(env_id, lambda seen: np.full(len(seen), 2), **more)  # the likeliest of the logits
     assert runs[0]["scores"] == three.tolist()
     assert runs[0]["curve"] == [(7, pytest.approx(three.mean()))]
     with pytest.raises(InvalidConfigError, match="sha256 d8dfbb7a"):

@@ -305,6 +305,27 @@ def test_a_discrete_action_out_of_range_is_refused() -> None:
     for wrong in (np.array([[0, 0, 26, 0, 0]]), np.array([[-1, 0, 0, 0, 0]]), np.array([[0.5, 0, 0, 0, 0]])):
         with pytest.raises(InvalidActionError):
             action_codec("discrete").decode(wrong)
+    for choice in (-1, 480, 0.5):
+        with pytest.raises(InvalidActionError, match="an integer from 0 to below 480"):
+            action_codec("settings").decode(np.array([choice]))
+
+
+@pytest.mark.parametrize(("name", "offered"), [("AdversarialMultiTenant", 480), ("BurstyShareGPT", 80)])
+def test_a_setting_is_every_combination_of_coarse_levels_of_the_offered_knobs(name: str, offered: int) -> None:
+    env = gymnasium.make(f"InferenceGym/{name}-v2", action="settings")
+    assert env.action_space == gymnasium.spaces.Discrete(offered)
+    task = env.unwrapped.task
+    codec = action_codec("settings", active_actions=task.active_actions)
+    choices = np.arange(offered)
+    knobs = codec.decode(choices)
+    assert len(np.unique(snap(knobs, action_mask(task.active_actions)), axis=0)) == offered
+    np.testing.assert_array_equal(codec.encode(knobs), choices)
+    # By hand: 0.9 KV, no draft tokens, batch 512; the last knob of the task changes first.
+    best = knobs[codec.encode(np.array([[0.88, 0.0, 500.0, 0.0, 0.0]]))[0]]
+    assert best[:3].tolist() == [0.9, 0.0, 512.0]
+    env.reset(seed=1)
+    env.step(offered - 1)
+    assert env.unwrapped.agent_observation[0, 14:17].tolist() == [0.9, 4.0, 512.0]
 
 
 @pytest.mark.parametrize("env_id", ["StaticUniform-v2", "TrafficEasy-v1", "RolloutMix-v1", "HTTP-v1"])
@@ -333,7 +354,7 @@ def test_unknown_formats_are_refused_with_those_there_are() -> None:
         ig.InferenceGymEnv(1, action="boxes")
     assert refused.value.field == "action"
     assert "box, natural, discrete" in str(refused.value)
-    with pytest.raises(InvalidConfigError, match=r"one of box, natural, discrete$"):
+    with pytest.raises(InvalidConfigError, match=r"one of box, natural, discrete, settings$"):
         ig.InferenceGymEnv(1, action="replicas")
     with pytest.raises(InvalidConfigError) as refused:
         ig.InferenceGymEnv(1, observation="scaled")
