@@ -89,9 +89,8 @@ def print_report(report: Report) -> None:
         if rows:
             print(f"\n{title}")
             print_table(list(rows[0]), [list(row.values()) for row in rows])
-    print()
-    for line in report.lines:
-        print(line)
+    if report.lines:
+        print("", *report.lines, sep="\n")
     if report.details:
         print()
         print_report(report.details)

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="your own table, written by measure or import-bench; may be given several times",
     )
     parser.add_argument(
-        "--model", help="model to serve, such as llama-3.1-8b; required if the hardware has tables of several models"
+        "--model", help="model to serve, such as llama-3.1-8b (default: the log's, or the only one of the hardware)"
     )
     parser.add_argument(
         "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
@@ -141,15 +141,18 @@ def run(args: argparse.Namespace) -> int:
     hardware = names(args.hardware)
     tables = tables_of_files(args.table or ())
     prices = load_prices(args.prices, [str(t.meta["hardware"]) for t in tables.values()]) if args.prices else None
+    imported = None
     if hardware is not None or not tables:
+        hardware = None if hardware is None or "all" in hardware else hardware
         try:
-            tables |= registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
+            tables |= registered_tables(hardware, args.model)
         except InvalidConfigError as error:
-            named = read_log(args.trace, args).model if error.field == "model" and args.model is None else None
-            if named is not None and usual_name(named) in models():
-                error.add_note(f"the log names {named}: --model {named}")
-            raise
-    imported = read_log(args.trace, args)
+            imported = read_log(args.trace, args) if error.field == "model" and args.model is None else None
+            if imported is None or usual_name(imported.model or "") not in models():
+                raise
+            args.model = imported.model
+            tables |= registered_tables(hardware, args.model)
+    imported = imported or read_log(args.trace, args)
     if not args.json:
         print_log(args.trace, imported)
     with progress_line("searching") as progress:

@@ -36,6 +36,8 @@ SERVER_BOUND: Final = 0.8
 """Share of its time above which a replica's API server is said to bound it."""
 SURE_REQUESTS: Final = 100
 """Requests beyond the percentile of an objective, below which the report calls the margin uncertain."""
+FIRST_TOKEN: Final = parse_objective("ttft_p99=500")
+"""Latency that a plan shows where no objective bounds it for a share of the requests; example of its bound."""
 FP8_KV_NOTE: Final = (
     "The KV cache is in FP8: it holds twice as many tokens, and attention takes the times measured with such a cache, "
     "unless a table's note says otherwise."
@@ -171,6 +173,7 @@ def _expected(plan: Plan, objective: Objective) -> float:
 def _plan_cells(report: PlanReport, plan: Plan) -> dict[str, object]:
     """Cells of a plan by heading."""
     answered = plan.tokens_per_s > 0.0  # without an answer there is no latency
+    shown = [*_objectives(report), *([] if report.share_met else [FIRST_TOKEN])]
     return {
         "hardware": plan.hardware,
         "GPUs": plan.n_gpus,
@@ -178,9 +181,9 @@ def _plan_cells(report: PlanReport, plan: Plan) -> dict[str, object]:
         "replicas": _replicas(plan),
         "setting": plan.policy if plan.action is None else _setting_text(plan.action, plan.precision),
         "verdict": _verdict(report, plan),
-        "in time": f"{plan.share_in_time:.2%}",
+        **({"in time": f"{plan.share_in_time:.2%}"} if report.share_met else {}),
         **({} if plan.windows_met is None else {"windows": f"{plan.windows_met:.0%}"}),
-        **{f"{o.label} ms": _expected(plan, o) if answered else None for o in _objectives(report)},
+        **{f"{o.label} ms": _expected(plan, o) if answered else None for o in shown},
         "margin": _margin(plan) if answered else None,
     }
 
@@ -220,7 +223,7 @@ def _fleet(report: PlanReport, plan: Plan) -> str:
     """A fleet in words, with its setting and its cost."""
     assert plan.action is not None
     card = plan.card.removesuffix("_sxm").removesuffix("_server")
-    parts = f", {_replicas(plan)}" if plan.prefill_replicas or plan.tensor_parallel > 1 else ""
+    parts = f", replicas: {_replicas(plan)}" if plan.prefill_replicas or plan.tensor_parallel > 1 else ""
     setting = f"{_setting_text(plan.action, plan.precision)}, {_cache_text(plan.action, plan.kv_cache_fp8)}"
     cost = f" at {report.currency} {plain(plan.cost_per_hour)}/h" if report.currency else ""
     return f"{plan.n_gpus} x {card}{cost} ({setting}{parts})"
@@ -288,6 +291,11 @@ def cautions(report: PlanReport) -> list[str]:
         return []
     first, found = report.plans[0], [*_growth_lines(report)]
     requests = int(report.log["requests"])
+    if not any(o.quantity in ("ttft", "e2e") for o in _objectives(report)):
+        found.append(
+            f"No objective bounds the wait for the first token: {FIRST_TOKEN.label} of this plan is "
+            f"{plain(_expected(first, FIRST_TOKEN))} ms (--objective {FIRST_TOKEN} bounds it)."
+        )
     share, label = max((o.share, o.label) for o in _objectives(report))
     if share and (slowest := max(1, round((1.0 - share) * requests))) < SURE_REQUESTS:
         found.append(

@@ -24,7 +24,7 @@ from ops.fidelity import model_ratios
 from ops.margins import ratio
 from ops.objectives import Objective, margin, parse_objective
 from ops.plan import Plan, action_of, busiest, make_plan, registered_tables
-from ops.report import answer, notes, plan_report
+from ops.report import answer, cautions, notes, plain, plan_report
 from simulator.events.requests import Outcome
 from simulator.hardware.catalogue import table_path
 from simulator.hardware.sources import operators_of, with_fp8_kv
@@ -332,6 +332,19 @@ def test_where_the_first_plan_is_only_likely_the_report_says_what_meets_with_90(
     assert f"TTFT p99 {nearest:,.0f} ms" in line
     _, line = answer(replace(unsafe, tried=[plan]))
     assert "this one comes nearest" in line
+
+
+def test_a_plan_that_bounds_no_first_token_shows_how_long_it_takes() -> None:
+    log, tables = gamma_log(1.0, 20.0, 400), registered_tables(["l40s-llama-3.1-8b"])
+    found = make_plan(log, [parse_objective("tpot_p99=60")], tables, policies=())
+    (plan,) = found.plans
+    ((row,),) = plan_report(found).tables.values()
+    wait_ms = plan.figures["ttft_p99_ms"] * plan.errors["ttft"].p50
+    assert row["TTFT p99 ms"] == wait_ms
+    assert "in time" not in row
+    assert any(f"TTFT p99 of this plan is {plain(wait_ms)} ms" in line for line in cautions(found))
+    bounded = replace(found, objectives=[*found.objectives, "e2e_p99=60000"])
+    assert not any("No objective bounds" in line for line in cautions(bounded))
 
 
 def test_a_row_whose_latency_is_within_the_limit_says_why_it_is_not_met() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 from pathlib import Path
 
@@ -156,14 +157,19 @@ def test_options_are_refused_before_a_log_is_read_or_an_engine_asked(capsys: pyt
     assert "sets only the knobs that you name" in refusal(capsys, *control)
 
 
-def test_a_refused_plan_says_which_option_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_takes_the_logs_model_and_says_which_option_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "log.csv"
     rows = ["0,500,10,Llama-3.1-8B", "1,n/a,10,Llama-3.1-8B", "2,50,10,Llama-3.1-8B"]
     log.write_text("\n".join(("arrival_s,prompt_tokens,output_tokens,model", *rows)) + "\n")
     command = "plan", "--trace", log, "--objective", "ttft_p99=500"
     assert "--skip-bad N leaves out" in refusal(capsys, *command, "--model", "llama-3.1-8b")
-    told = refusal(capsys, *command, "--skip-bad", "1")
-    assert told.endswith("the log names Llama-3.1-8B: --model Llama-3.1-8B")
+    assert "--skip-bad N leaves out" in refusal(capsys, *command)
+    command = *map(str, command), "--skip-bad", "1"
+    assert "has no table on this hardware" in refusal(capsys, *command, "--hardware", "b200-qwen3-32b,h100-gpt-oss-20b")
+    main([*command, "--hardware", "l40s", "--json"])
+    assert json.loads(capsys.readouterr().out)["model"] == "llama-3.1-8b"
 
 
 def test_a_share_held_out_is_a_share(
