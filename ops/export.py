@@ -56,8 +56,6 @@ _CHART_FIELDS: Final = {
 }
 """Options for which vLLM's production-stack chart has values; it takes others as arguments."""
 DRAFT_MODEL: Final = "YOUR-EAGLE-HEAD"
-MODEL: Final = "MODEL"
-"""Name in the files of a model whose repository is not known."""
 FILE: Final = "THIS-FILE"
 """Name of the exported file in its comments; whoever writes the file puts its name in the place."""
 _QUANTIZATION: Final = {
@@ -102,7 +100,7 @@ class EngineSettings:
     tensor_parallel: int = 1
     n_replicas: int = 1
     kv_cache_fp8: bool = False
-    model: str = MODEL
+    model: str = "MODEL"
     router: str = "shared"
 
     @property
@@ -168,11 +166,13 @@ def engine_settings(
 ) -> EngineSettings:
     """Settings ``given``, with those that follow from the table and from the memory in use.
 
-    ``model`` is named if it is the table's and has an owner; a checkpoint of another precision is the user's to name.
+    ``model`` is named if it is the table's and has an owner, else the table's model without one. A checkpoint of
+    another precision is the user's to name.
     """
     card_gb, static_gb = reported_gb(tables.meta), memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
-    if model is None or "/" not in model or usual_name(model) != usual_name(str(tables.meta["model"])):
-        model = MODEL
+    of_table = usual_name(str(tables.meta["model"]))
+    if model is None or "/" not in model or usual_name(model) != of_table:
+        model = of_table
     elif precision_named(model) != tier and (tier in _OWN_CHECKPOINT or precision_named(model)):
         model = f"YOUR-{tier}-CHECKPOINT-OF-{without_precision(model).rpartition('/')[2]}"
     return EngineSettings(
@@ -368,7 +368,7 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
     comments = [
         *settings.comments,
         f"Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f {FILE}",
-        *([] if "/" in settings.model else ["Set modelURL, which is not planned."]),
+        *([] if "/" in settings.model else ["Set modelURL to your checkpoint: a repository or a path."]),
     ]
     lines = [f"# {text}" for text in comments]
     if settings.router in _CHART_ROUTERS:

@@ -145,14 +145,14 @@ def plan_report(report: PlanReport) -> Report:
     if few := too_few(report.log["requests"]):
         return Report(few, {}, [], refused_lines(report))
     nearest = sorted(report.unmet, key=lambda plan: (-plan.share_in_time, -plan.margin))
+    scaled = _scaling_rows(report.autoscaling)
     title = "nearest fleet" if not report.plans else "cheapest fleet" if report.currency else "fewest GPUs"
-    scaled = [each for each in report.autoscaling if each.meets and each.saved_share >= scaling.LEAST_SAVED]
     return Report(
         " ".join(answer(report)),
         {f"{title} of each hardware": [_plan_cells(report, plan) for plan in report.plans or nearest]},
         cautions(report),
         refused_lines(report),
-        Report("Details", {"the first plan's replicas, set by an autoscaler": _scaling_rows(scaled)}, details(report)),
+        Report("Details", {"the first plan's replicas, set by an autoscaler": scaled}, details(report)),
     )
 
 
@@ -192,10 +192,6 @@ def _verdict(report: PlanReport, plan: Plan) -> str:
     """The verdict, with its reason where no latency is the reason."""
     refused = plan.margin >= 0.0 and plan.share_in_time < report.share_met
     return f"{plan.verdict}: {1.0 - plan.share_in_time:.2%} late or refused" if refused else plan.verdict
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"
 
 
 def _margin(plan: Plan) -> str:
@@ -493,8 +489,10 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
         }
         for o in report.outcomes
     ]
-    scaled = _scaling_rows(report.autoscaling)
-    shown: dict[str, Rows] = {"what each policy would have done": rows, "best_constant with an autoscaler": scaled}
+    shown: dict[str, Rows] = {
+        "what each policy would have done": rows,
+        f"best_constant under an autoscaler, {scaling.WITHIN_MISSES}": _scaling_rows(report.autoscaling),
+    }
     shares = ", ".join(f"{share:.0%} {level}" for level, share in best.support.items() if share > 0)
     lines = [
         f"fixed: {_shadow_setting(report.fixed_action, tables)}",
@@ -617,6 +615,7 @@ def curve_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
 
 
 def _scaling_rows(found: Sequence[scaling.Autoscaled]) -> Rows:
+    """Autoscalers that save GPU-hours and still meet the condition; the note says if none does."""
     return [
         {
             "autoscaler": each.policy,
@@ -627,9 +626,9 @@ def _scaling_rows(found: Sequence[scaling.Autoscaled]) -> Rows:
             "in time": f"{each.share_in_time:.2%}",
             "more late": f"{each.late_more:+.2%}",
             "TTFT p99": f"{each.figures['ttft_p99_ms']:,.0f}",
-            "meets": _yes(each.meets),
         }
         for each in found
+        if each.meets and each.saved_share >= scaling.LEAST_SAVED
     ]
 
 

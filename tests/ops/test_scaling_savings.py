@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,11 @@ from inferencegym.models import QuantTier, ServeAction
 from ops.capacity import DRAIN_S
 from ops.objectives import parse_objective
 from ops.plan import make_plan, registered_tables
-from ops.report import notes
+from ops.report import notes, shadow_report
 from ops.scaling import MAY_MISS, TARGETS, scaling_note
 from ops.shadow import ShadowReport, shadow
 from simulator.hardware.profiles import fleet_changes
+from simulator.hardware.tables import tables_of
 from simulator.load.requests import RequestLog
 
 SETTING = ServeAction(0.9, 0, 64, False, QuantTier.FP16)
@@ -41,6 +44,16 @@ def test_a_fleet_that_follows_a_slow_day_saves_gpus_and_keeps_its_objective(repo
     assert {(each.policy, each.target) for each in report.autoscaling} == {
         (name, target) for name in ("hpa", "planner") for target in TARGETS
     }
+
+
+def test_only_autoscalers_that_save_and_keep_the_objective_are_listed(report: ShadowReport) -> None:
+    first, second, third = report.autoscaling[:3]
+    found = [replace(first, saved_share=0.0), replace(second, meets=False), third]
+    (_, rows) = shadow_report(replace(report, autoscaling=found), tables_of(None)).tables.values()
+    assert [row["target"] for row in rows] == [f"{third.target:.0%}"]
+    shown = shadow_report(replace(report, autoscaling=found[:2]), tables_of(None))
+    assert [*shown.tables.values()][1] == []
+    assert any("saves nothing with at most 1% more of the requests late" in line for line in shown.lines)
 
 
 def test_savings_and_late_requests_are_counted_from_the_best_constant_on_all_replicas(report: ShadowReport) -> None:
