@@ -260,12 +260,14 @@ def answer(report: PlanReport) -> list[str]:
 
     closest = max((plan for plan in report.tried if plan.meets), key=lambda p: min(left(p)))
     missed = " and ".join(figure for distance, figure in left(closest) if distance < 0.0) or "the worst windows"
-    wider = any(p.errors[q].p90 > error.p90 for p in report.tried for q, error in closest.errors.items())
+    larger = [p for p in report.tried if p.hardware == closest.hardware and p.n_gpus > closest.n_gpus]
+    asked_of = {o.quantity for o in objectives}
+    wider = any(p.errors[quantity].p90 > closest.errors[quantity].p90 for p in larger for quantity in asked_of)
     return [
         *found,
         f"No fleet tried is 90% certain: {'this one' if closest == first else _fleet(report, closest)} comes nearest, "
         f"but the simulator's 90% bound there is {missed}"
-        f"{'; at other loads bounds are wider, so more GPUs need not help' if wider else ''}.",
+        f"{'; it is wider at the load of more GPUs' if wider else ''}.",
     ]
 
 
@@ -304,7 +306,8 @@ def cautions(report: PlanReport) -> list[str]:
             f"In {guessed:.0%} of the seconds this plan rests on kernel timings that are modelled or extrapolated, not "
             "measured (docs/hardware.md#coverage)."
         )
-    if first.precision != TIER and not first.precision.endswith("16"):
+    # gpt-oss is published in MXFP4.
+    if first.precision not in (TIER, "MXFP4") and not first.precision.endswith("16"):
         found.append(
             f"{first.precision} changes the model's answers; how much is not measured here (--quant FP16,BF16 excludes "
             "it)."

@@ -332,6 +332,11 @@ def test_where_the_first_plan_is_only_likely_the_report_says_what_meets_with_90(
     assert f"TTFT p99 {nearest:,.0f} ms" in line
     _, line = answer(replace(unsafe, tried=[plan]))
     assert "this one comes nearest" in line
+    assert "wider" not in line
+    # The bound is widest at the knee, where more GPUs may bring a replica.
+    errors = {"ttft": ratio("ttft", "h100_sxm", "knee"), "tpot": ratio("tpot", "h100_sxm", "knee")}
+    _, line = answer(replace(unsafe, tried=[plan, replace(plan, n_gpus=2, errors=errors)]))
+    assert "it is wider at the load of more GPUs" in line
 
 
 def test_a_plan_that_bounds_no_first_token_shows_how_long_it_takes() -> None:
