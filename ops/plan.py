@@ -135,6 +135,11 @@ class Plan:
     server_busy: float
 
     @property
+    def cost(self) -> float:
+        """Cost per hour, or the number of GPUs without prices."""
+        return self.n_gpus if self.cost_per_hour is None else self.cost_per_hour
+
+    @property
     def is_uneven(self) -> bool:
         """Whether another number of replicas prefill than decode."""
         return self.prefill_replicas not in (0, self.n_replicas)
@@ -383,15 +388,11 @@ def pareto(plans: Sequence[Plan]) -> list[Plan]:
     Without prices the cost is the number of GPUs, and GPUs of different hardware are not compared.
     """
     front: dict[str, list[Plan]] = {}
-    for plan in sorted(plans, key=lambda p: (_cost(p), -p.share_in_time)):
+    for plan in sorted(plans, key=lambda p: (p.cost, -p.share_in_time)):
         line = front.setdefault(plan.hardware if plan.cost_per_hour is None else "", [])
         if not line or plan.share_in_time > line[-1].share_in_time + 1e-9:
             line.append(plan)
     return [plan for line in front.values() for plan in line]
-
-
-def _cost(plan: Plan) -> float:
-    return plan.n_gpus if plan.cost_per_hour is None else plan.cost_per_hour
 
 
 class _Card:
@@ -445,7 +446,7 @@ class _Card:
     def price(self) -> tuple[float, float, float]:
         """Sort key: cost of the best plan, then the memory of its cards, then its margin, the largest first."""
         assert self.best is not None
-        return _cost(self.best), reported_gb(self._tables.meta), -self.best.margin
+        return self.best.cost, reported_gb(self._tables.meta), -self.best.margin
 
     def search(self, progress: Callable[[float], None]) -> None:
         """Find the smallest number of GPUs on which a setting meets the objectives on all of the log."""

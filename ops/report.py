@@ -37,7 +37,7 @@ SERVER_BOUND: Final = 0.8
 SURE_REQUESTS: Final = 100
 """Requests beyond the percentile of an objective, below which the report calls the margin uncertain."""
 FIRST_TOKEN: Final = parse_objective("ttft_p99=500")
-"""Latency that a plan shows where no objective bounds it for a share of the requests; example of its bound."""
+"""Latency (with any limit) that a plan shows where no objective bounds it for a share of the requests."""
 FP8_KV_NOTE: Final = (
     "The KV cache is in FP8: it holds twice as many tokens, and attention takes the times measured with such a cache, "
     "unless a table's note says otherwise."
@@ -250,7 +250,7 @@ def answer(report: PlanReport) -> list[str]:
     if first.verdict != LIKELY:
         return found
     if safe := [plan for plan in report.tried if plan.verdict == WITH_90]:
-        plan = min(safe, key=lambda p: (_cost(p), p.hardware != first.hardware, -p.margin))
+        plan = min(safe, key=lambda p: (p.cost, p.hardware != first.hardware, -p.margin))
         return [*found, f"For 90% certainty rent {_fleet(report, plan)}."]
 
     def left(plan: Plan) -> list[tuple[float, str]]:
@@ -271,10 +271,6 @@ def answer(report: PlanReport) -> list[str]:
     ]
 
 
-def _cost(plan: Plan) -> float:
-    return plan.n_gpus if plan.cost_per_hour is None else plan.cost_per_hour
-
-
 def refused_lines(report: PlanReport) -> list[str]:
     """Requests that are too long to be served, one sentence for each number of them."""
     tables: dict[str, list[str]] = {}
@@ -292,7 +288,7 @@ def cautions(report: PlanReport) -> list[str]:
     if not any(o.quantity in ("ttft", "e2e") for o in _objectives(report)):
         found.append(
             f"No objective bounds the wait for the first token: {FIRST_TOKEN.label} of this plan is "
-            f"{plain(_expected(first, FIRST_TOKEN))} ms (--objective {FIRST_TOKEN} bounds it)."
+            f"{plain(_expected(first, FIRST_TOKEN))} ms. Add one for TTFT."
         )
     share, label = max((o.share, o.label) for o in _objectives(report))
     if share and (slowest := max(1, round((1.0 - share) * requests))) < SURE_REQUESTS:

@@ -1098,7 +1098,7 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
     verdict = page.locator("#panel-plan .verdict")
     fleet = r"Rent 1 × A100 40 GB, set to INT8, batch \d+, KV [\d.]+, "
     cost = r"at 1\.20 USD per hour, 0\.\d+ per million output tokens: "
-    sure = r"(about even odds or better \(likely\) to meet|meets with 90 % certainty)"
+    sure = r"(about 50 to 90 % certain \(likely\)|at least 90 % certain) to meet"
     meets = sure + r" TTFT p99 ≤ 500 ms and TPOT p50 ≤ 50 ms\."
     expect(verdict).to_have_text(re.compile(f"^{fleet}{cost}{meets}$"), timeout=PATIENCE_MS)
     rows = page.locator("#panel-plan table").first.locator("tbody tr")

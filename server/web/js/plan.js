@@ -211,7 +211,7 @@ function verdict(report, priced) {
     return `No fleet in the search meets ${asked}: the nearest, ${rent(best)}, serves ${percent(best.share_in_time, 2)} of the requests in time.`;
   }
   const cost = priced ? `, at ${plan.cost_per_hour.toFixed(2)} ${report.currency} per hour, ${compact(plan.cost_per_million_tokens)} per million output tokens` : "";
-  return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "about even odds or better (likely) to meet" : "meets with 90 % certainty"} ${asked}.`;
+  return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "about 50 to 90 % certain (likely)" : "at least 90 % certain"} to meet ${asked}.`;
 }
 
 /**

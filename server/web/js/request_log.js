@@ -49,7 +49,6 @@ export class LogBox extends DropBox {
 const IN_THE_FORM = [
   ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["replicas_min 2", "Replicas, at least: 2"], ["quant FP16,BF16", "Precisions: 16 bit only"], ["Leave out drafts to exclude them", "Draft tokens: none excludes them"],
   [": try router round-robin or least-loaded", ""], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
-  ["tried that meets with 90 %", "tried that is 90 % certain to meet them"], ["tried meets with 90 %", "tried is 90 % certain to meet them"],
   ["the unit: columns ", "the unit under Columns of the log: "], [" or columns arrival=", " or arrival="], ["with filter ", "under Only rows with: "],
   ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];
