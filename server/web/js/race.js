@@ -27,8 +27,7 @@ const FOLLOWED = 25; // times the clock: faster races are not watched
 const RETRY_MS = 1000;
 const LEAST = 0.0005; // in score: less is shown as 0
 const GAIN = 0.005; // in score: advice that gains less is not given
-const HINT_GAIN = 0.001; // the same for hints during the race, of which a few add up
-const NEAR_LIMIT = 0.98; // of the memory limit: above it, there is a tip about memory
+const SCALING_GAIN = 0.001; // the same for hints in tasks that scale, of which many add up
 const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const NO_MOVE = "No single move that the server tried helps now.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
@@ -475,7 +474,7 @@ class Race {
     }
     const worst = this.overloads().at(-1), on = worst?.to === played, tip = this.hinted ?? (on && !this.lost && this.relief());
     this.knobs.point(tip?.name);
-    const advice = on && this.lost ? "From here even the best policy ends at 0: press Start over." : tip?.text ?? (this.memoryTip() || (this.settled ? NO_MOVE : ""));
+    const advice = on && this.lost ? "From here even the best policy ends at 0: press Start over." : tip?.text ?? (this.settled ? NO_MOVE : "");
     if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
     else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
     else {
@@ -490,13 +489,6 @@ class Race {
     const planned = this.built === this.generation ? this.best.episode.action.replicas[this.mine.reward.length] ?? 0 : 0;
     const [move] = hints(action, { ...action, replicas: Math.min(most, Math.max(action.replicas + 1, planned)) }, this.task);
     return move && { ...move, text: this.withValue(move) };
-  }
-
-  /** What to do about memory at the limit, of which the score counts the peak; "" below it. */
-  memoryTip() {
-    const used = this.mine.metrics.gpu_memory_gb.at(-1), limit = this.memoryLimit;
-    if (!(used > NEAR_LIMIT * limit)) return "";
-    return `Memory is ${used > limit ? "over" : "close to"} the limit of ${limit} GB, and its peak counts: move KV cache down before it rises further.`;
   }
 
   /** A move in words, with the value to reach. */
@@ -539,24 +531,31 @@ class Race {
     this.seeking = false;
     if (generation !== this.generation || mine !== this.mine || asked !== JSON.stringify(this.knobs.action())) return;
     this.settled = found === null;
-    const text = found && this.withValue(found);
-    if (text !== this.hinted?.text) this.hinted = found && { ...found, text, from: action, freshUntil: played.length + held };
+    const text = found && `${this.withValue(found)}${found.worth ?? ""}`;
+    const again = this.hinted?.name === found?.name && this.hinted?.value === found?.value;
+    this.hinted = found && { ...found, text, from: action, freshUntil: again ? this.hinted.freshUntil : played.length + held };
   }
 
   /**
-   * The move that gains most by the end of the episode, at once and after `held` seconds too; null if none does. In tasks that
-   * scale, it is compared with none until the next hint can be followed, and both go on as the best policy, so that replicas which are
+   * The move that gains most by the end of the episode, at once and after `held` seconds too; null if none does. All move towards one
+   * constant setting, so that no hint takes back another, and say what they are `worth`. Tasks that scale have no such setting: there
+   * a move is compared with none until the next hint can be followed, and both go on as the best policy, so that replicas which are
    * removed for a lull come back.
    */
   async bestNow(action, before, held) {
     if (this.built !== this.generation || before.length >= this.length) return undefined; // the other players are still on their way
-    const plan = rows(this.best.episode.action).slice(before.length), moves = this.moves(action, plan[held]);
+    if (this.built !== this.generation || before.length >= this.length) return undefined; // the other players are still on their way
+    const scales = this.task.max_replicas, plan = rows(this.best.episode.action).slice(before.length), moves = this.moves(action, scales ? plan[held] : action);
     if (!moves.length) return undefined;
-    const until = this.task.max_replicas ? Math.round(this.length / HINTS) + 2 * held : Infinity, [stay, ...moved] = trials(action, moves);
+    const until = scales ? Math.round(this.length / HINTS) + 2 * held : Infinity, [stay, ...moved] = trials(action, moves);
     const run = (setting, from) => plan.map((planned, i) => (i >= until ? planned : i < from ? action : setting));
-    const [least, ...scores] = await this.scoresOf([run(stay, 0), ...[0, held].flatMap((from) => moved.map((setting) => run(setting, from)))], before);
-    this.lost = this.task.max_replicas && Math.max(least, ...scores) < LEAST;
-    return bestMove(moves, moves.map((_, i) => Math.min(scores[i], scores[moves.length + i])), least, HINT_GAIN) ?? null;
+    const [none, ...courses] = await this.coursesOf([run(stay, 0), ...[0, held].flatMap((from) => moved.map((setting) => run(setting, from)))], before);
+    const least = none.at(-1), scores = courses.map((course) => course.at(-1));
+    this.lost = scales && Math.max(least, ...scores) < LEAST;
+    const worse = moves.map((_, i) => Math.min(scores[i], scores[moves.length + i])), best = bestMove(moves, worse, least, scales ? SCALING_GAIN : GAIN);
+    if (!best || scales) return best ?? null;
+    const dips = courses[moves.indexOf(best.move)].findLastIndex((score, i) => score < none[i] - LEAST) + 1;
+    return { ...best, worth: ` Worth ${shownScore(best.score - least)} by the end${dips > before.length ? `; your score dips until second ${dips}` : ""}.` };
   }
 
   /** Moves of one slider: towards the best constant setting and what is `planned`, and in tasks that scale to a few replicas more or fewer. */
@@ -780,7 +779,7 @@ class Race {
     const log = JSON.stringify({ task_id: this.task.id, seed: this.seed, episode_log: logOf(this.mine) });
     const places = [{ ...YOU, ...grade }, ...this.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
     const verdict = score === toBeat ? `Level with ${called}.` : won ? `You beat ${called} (${toBeat}).` : `Not yet: ${called} has ${toBeat}.`;
-    const next = places.findLast((rival) => rival.score > grade.score && rival.key !== "shared");
+    const next = places.findLast((rival) => Number(shownScore(rival.score)) > Number(score) && rival.key !== "shared");
     const url = new URL(address.link("race", params), location.href).href;
     const share = el("button", { type: "button", text: "Challenge a friend" }), copied = el("small", { class: "copied", hidden: true });
     share.addEventListener("click", () => {
@@ -809,7 +808,7 @@ class Race {
    * plays this episode with it; and what the best policy does that no slider that stays can.
    */
   async advise({ score }) {
-    const action = this.knobs.action(), moves = this.moves(action), [stay, ...scores] = await this.scoresOf(trials(action, moves).map((setting) => Array(this.length).fill(setting)));
+    const action = this.knobs.action(), moves = this.moves(action), [stay, ...scores] = (await this.coursesOf(trials(action, moves).map((setting) => Array(this.length).fill(setting)))).map((course) => course.at(-1));
     const move = bestMove(moves, scores, stay);
     const found = move?.score > score + GAIN ? move : stay > score + GAIN ? { text: "leave your sliders where they are now from the first second on", score: stay } : undefined;
     this.advised = found?.name ? found : undefined;
@@ -822,20 +821,20 @@ class Race {
     return [slider, adapts ? `${slider ? "Still better" : "to score more"}, move ${titleOf(moved)} during the race, as ${called} does (${shownScore(episode.score)}): see Decisions below.` : ""].filter(Boolean).join(" ");
   }
 
-  /** Scores of this episode under each run's actions, after the actions `before`, as the server plays them. */
-  async scoresOf(runs, before = []) {
+  /** What each run's actions, after the actions `before`, have added to the score by each second of this episode, as the server plays them. */
+  async coursesOf(runs, before = []) {
     const seconds = [...before.map((action) => runs.map(() => action)), ...runs[0].map((_, i) => runs.map((run) => run[i]))];
     const { session_id } = await post("reset/batch", { task_id: this.task.id, seeds: runs.map(() => this.seed), config: { reward: "score" } });
-    const scores = runs.map(() => 0);
+    const courses = runs.map(() => []);
     try {
       for (const held of inRuns(seconds.map((row) => row.map(address.numbers)), Math.floor(BATCH_SECONDS / runs.length))) {
         const { rewards } = await post("step/batch", { session_id, ...held, last: true });
-        for (const row of rewards) row.forEach((reward, i) => { scores[i] += reward; });
+        for (const row of rewards) row.forEach((reward, i) => courses[i].push((courses[i].at(-1) ?? 0) + reward));
       }
     } finally {
       await post("close/batch", { session_id });
     }
-    return scores;
+    return courses;
   }
 
   /** Why the score is not higher: the worst overload and when to prepare for it, the parts where they add up to nothing, and on what else most was lost. */
@@ -916,10 +915,11 @@ function inRuns(seconds, most) {
 /** Settings in which one move each was made, after the one without any. */
 const trials = (action, moves) => [action, ...moves.map(({ name, value }) => ({ ...action, [name]: value }))];
 
-/** The move that scores most, with its `score`, if it gains on `stay`; else undefined. */
+/** The move that scores most, with its `score` and the `move` itself, if it gains on `stay`; else undefined. */
 function bestMove(moves, scores, stay, gain = GAIN) {
   const score = Math.max(...scores);
-  return score > stay + gain ? { ...moves[scores.indexOf(score)], score } : undefined;
+  const move = moves[scores.indexOf(score)];
+  return score > stay + gain ? { ...move, score, move } : undefined;
 }
 
 /** What a function answers for each of a list, one at a time. */
