@@ -67,14 +67,15 @@ def run(args: argparse.Namespace) -> int:
     from ops.export import EXPORTS, settings_of
     from ops.prices import load_prices
     from ops.report import shadow_figures, shadow_report, write_page
-    from ops.shadow import CONSTANT, FIXED, shadow
+    from ops.shadow import CONSTANT, FIXED, OWN_PRECISION, shadow
     from simulator.hardware.catalogue import precision_named
 
     agents = agent_names(",".join(args.agent or ["heuristic"]))
     if args.export_policy is not None and args.export is None:
         raise InvalidConfigError("--export-policy names whose settings --export writes: give --export vllm")
-    if args.export_policy not in (None, FIXED, CONSTANT, *agents):
-        known = ", ".join((FIXED, CONSTANT, *agents))
+    possible = FIXED, CONSTANT, OWN_PRECISION, *agents
+    if args.export_policy not in (None, *possible):
+        known = ", ".join(possible)
         raise InvalidConfigError(f"--export-policy={short_repr(args.export_policy)} is not compared: one of {known}")
     export_file = export_path(args, "shadow")
     if args.html:

@@ -494,8 +494,7 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
     }
     shares = ", ".join(f"{share:.0%} {level}" for level, share in best.support.items() if share > 0)
     lines = [
-        f"fixed: {_shadow_setting(report.fixed_action, tables)}",
-        f"best_constant: {_shadow_setting(report.outcomes[1].action, tables)}",
+        *(f"{o.policy}: {_shadow_setting(o.action, tables)}" for o in report.outcomes if o.action),
         "KV is the share of the KV pool that the setting uses; vLLM's own default comes to about 1.",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
         f"Simulated on {report.hardware}, table {report.table_sha256[:12]}. Support by measurements of the "
@@ -523,8 +522,7 @@ def table_notes(tables: ServingTables) -> list[str]:
     return [*warnings, FP8_KV_NOTE] if tables.kv_cache_fp8 else warnings
 
 
-def _shadow_setting(action: Mapping[str, Any] | None, tables: ServingTables) -> str:
-    assert action is not None  # both baselines are constants
+def _shadow_setting(action: Mapping[str, Any], tables: ServingTables) -> str:
     text = f"{_setting_text(action, tables.tiers[action['quant_tier']])}, {_cache_text(action, tables.kv_cache_fp8)}"
     return f"{text}, separate prefill" if action["prefill_disagg"] else text
 
@@ -537,9 +535,10 @@ def verdict(report: ShadowReport) -> str:
         return undecided
     if best is fixed:
         return "No setting or policy clearly beats your own configuration."
-    if best is constant:
-        gain = report.gain(constant, fixed)
-        return f"The best constant serves {gain:.1%} more requests in time than yours; no policy is clearly better."
+    if best.action:
+        which = "best constant" if best is constant else "best constant in your precision"
+        gain = report.gain(best, fixed)
+        return f"The {which} serves {gain:.1%} more requests in time than yours; nothing else is clearly better."
     gain = report.gain(best, constant)
     return f"{best.policy} serves {gain:.1%} more of the requests in time than the best constant on the same GPUs."
 

@@ -18,7 +18,7 @@ from agents.policies.vllm_defaults import vllm_defaults
 from agents.protocol import Agent
 from agents.registry import make_agent
 from inferencegym.errors import DataFormatError, refusal
-from inferencegym.models import ServeAction
+from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import Calibration, TaskSpec
 from ops.capacity import (
     NEUTRAL,
@@ -50,6 +50,8 @@ FIXED: Final = "fixed"
 """Name of the user's own configuration in a report."""
 CONSTANT: Final = "best_constant"
 """Name of the best constant setting that a sweep found."""
+OWN_PRECISION: Final = "best_own_precision"
+"""Name of the best constant setting in the user's own precision, if the best of all has another one."""
 FINALISTS: Final = 4
 """Number of constants of a sweep that the reference plays."""
 SERVED: Final = 0.99
@@ -66,6 +68,7 @@ LEAST_SERVED: Final = 0.04
 class ShadowReport:
     """Outcomes on one log with the same GPUs: the user's own configuration, the best constant, then the policies.
 
+    If the best constant has another precision than the user's, the best one in theirs comes next, before the policies.
     ``autoscaling`` is the best constant under autoscalers, with its replicas as the maximum. ``gpu_hour`` is the price
     of a GPU-hour in ``currency``; None if no price was given. ``refused`` says how many requests are too long for any
     setting; it is empty if none is. ``short`` says that no constant setting serves :data:`SERVED` of the others in time
@@ -90,13 +93,14 @@ class ShadowReport:
         """The recommended policy.
 
         The best adaptive policy, if it clearly beats both constants; else the best constant, if it clearly beats the
-        user's own configuration; else the user's own.
+        user's own configuration, in their precision if no other is clearly better; else the user's own.
         """
-        fixed, constant, *policies = self.outcomes
-        adaptive = min(policies, key=lambda o: o.slo_miss_share, default=constant)
+        fixed, constant, *others = self.outcomes
+        adaptive = min((o for o in others if o.policy != OWN_PRECISION), key=_missed, default=constant)
         if self.clear(adaptive, constant) and self.clear(adaptive, fixed):
             return adaptive
-        return constant if self.clear(constant, fixed) else fixed
+        constants = [*(o for o in others if o.policy == OWN_PRECISION), constant]
+        return next((o for o in constants if self.clear(o, fixed) and not self.clear(constant, o)), fixed)
 
     def clear(self, outcome: PolicyOutcome, baseline: PolicyOutcome) -> bool:
         """Whether ``outcome`` has more requests in time than ``baseline``, beyond chance (:func:`noise`)."""
@@ -184,17 +188,17 @@ def shadow(
         n_gpus = units * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
     _check_gpus(n_gpus, fixed, tables.cards_per_replica)
     gpus = Field(as_task, tables, n_gpus, drafts, fit)
-    constant, action = gpus.best_constant()
-    scaling = gpus.autoscaled(constant, action)
-    runs = [gpus.constant(FIXED, fixed), constant]
+    best = gpus.best_constants(fixed.quant_tier)
+    scaling = gpus.autoscaled(*best[CONSTANT])
+    own = gpus.constant(fixed)
     # Take price and peak from the fixed configuration, so that observations of learned policies are scaled as in
     # training.
-    best_tps = runs[0].best_tps
-    scaled = Calibration(0.0, best_tps, best_tps, as_task.cost_budget / max(runs[0].cost, 1e-9))
-    runs += [gpus.policy(_name(agent), agent, scaled) for agent in agents]
-    outcomes = [run.outcome for run in runs]
-    outcomes[0] = replace(outcomes[0], action=fixed.to_dict())
-    outcomes[1] = replace(outcomes[1], action=action.to_dict())
+    scaled = Calibration(0.0, own.best_tps, own.best_tps, as_task.cost_budget / max(own.cost, 1e-9))
+    outcomes = [
+        replace(own.outcome, policy=FIXED, action=fixed.to_dict()),
+        *(replace(run.outcome, policy=name, action=action.to_dict()) for name, (run, action) in best.items()),
+        *(gpus.policy(_name(agent), agent, scaled).outcome for agent in agents),
+    ]
     hardware = str(tables.meta["hardware"])
     short = ""
     if outcomes[1].slo_miss_share > too_long + 1 - SERVED:
@@ -212,7 +216,7 @@ def shadow(
         hardware=hardware,
         fixed_action=fixed.to_dict(),
         outcomes=outcomes,
-        arrivals_per_s=thinned(runs[0].arrivals).tolist(),
+        arrivals_per_s=thinned(own.arrivals).tolist(),
         autoscaling=scaling,
         gpu_hour=None if prices is None else prices.gpu_hour(hardware),
         currency="" if prices is None else prices.currency,
@@ -254,9 +258,9 @@ class Field:
         self._together = _without(on_replicas(task, units), "prefill_disagg")
         self._apart = on_replicas(task, units // 2) if units % 2 == 0 else None
 
-    def constant(self, name: str, action: ServeAction) -> Run:
+    def constant(self, action: ServeAction) -> Run:
         """Play a constant setting."""
-        return play_policy(name, ConstantAgent(action), self._task(action), self._tables, NEUTRAL)
+        return play_policy(CONSTANT, ConstantAgent(action), self._task(action), self._tables, NEUTRAL)
 
     def autoscaled(self, constant: Run, action: ServeAction) -> list[Autoscaled]:
         """Play a constant setting under autoscalers."""
@@ -267,17 +271,24 @@ class Field:
         assert task is not None
         return task
 
-    def best_constant(self) -> tuple[Run, ServeAction]:
-        """Constant setting of a sweep that misses the fewest requests; only the finalists are played with latencies."""
+    def best_constants(self, own: QuantTier) -> dict[str, tuple[Run, ServeAction]]:
+        """Constant settings of a sweep that miss the fewest requests: of all, and of those in the precision ``own``.
+
+        Only the finalists are played with latencies. The second is left out if it is the first.
+        """
         found: list[tuple[float, ServeAction]] = []
         for task, apart in ((self._together, False), (self._apart, True)):
             if task is not None:
                 settings = grid(apart, range(self._tables.n_tiers), self._drafts)
                 shares = screen(replace(task, log=self._fit), self._tables, settings).missed
                 found += zip(shares.tolist(), settings, strict=True)
-        finalists = [action for _, action in sorted(found, key=lambda f: f[0])[:FINALISTS]]
-        runs = [(self.constant(CONSTANT, action), action) for action in finalists]
-        return min(runs, key=lambda r: (r[0].outcome.slo_miss_share, r[0].outcome.ttft_p99_ms))
+        ranked = [action for _, action in sorted(found, key=lambda f: f[0])]
+        in_own = [action for action in ranked if action.quant_tier == own]
+        finalists = [action for action in ranked if action in ranked[:FINALISTS] or action in in_own[:FINALISTS]]
+        runs = [(self.constant(action), action) for action in finalists]
+        runs.sort(key=lambda r: (r[0].outcome.slo_miss_share, r[0].outcome.ttft_p99_ms))
+        best = next(run for run in runs if run[1].quant_tier == own)
+        return {CONSTANT: best} if best is runs[0] else {CONSTANT: runs[0], OWN_PRECISION: best}
 
     def policy(self, name: str, agent: str | Agent, calibration: Calibration) -> Run:
         """Play a policy with prefill on the replicas and, if it ever asks, on separate GPUs; returns the better run."""
@@ -297,6 +308,10 @@ class Field:
 def _without(task: TaskSpec, knob: str) -> TaskSpec:
     """The task without one of its knobs, which then keeps its default."""
     return replace(task, active_actions=tuple(name for name in task.active_actions if name != knob))
+
+
+def _missed(outcome: PolicyOutcome) -> float:
+    return outcome.slo_miss_share
 
 
 def _name(agent: str | Agent) -> str:

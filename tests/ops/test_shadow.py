@@ -19,11 +19,11 @@ from cli.shadow import agent_names
 from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
 from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import get_task
-from ops.capacity import DRAIN_S, log_task, noise, on_replicas
+from ops.capacity import DRAIN_S, PolicyOutcome, log_task, noise, on_replicas
 from ops.export import draft_schedule, fastest_draft, settings_of, vllm_config
 from ops.prices import load_prices, read_prices
 from ops.report import shadow_figures, shadow_report, verdict, write_page
-from ops.shadow import CONSTANT, FIXED, ShadowReport, shadow
+from ops.shadow import CONSTANT, FIXED, OWN_PRECISION, ShadowReport, shadow
 from simulator.events.fleet import Fleet
 from simulator.events.requests import Requests
 from simulator.events.simulation import serve
@@ -91,6 +91,25 @@ def report() -> ShadowReport:
     )
 
 
+def of(report: ShadowReport, policy: str) -> PolicyOutcome:
+    """The outcome of a policy."""
+    return next(o for o in report.outcomes if o.policy == policy)
+
+
+def test_the_best_constant_in_ones_own_precision_has_a_row_if_the_best_has_another(report: ShadowReport) -> None:
+    tables = load_tables()
+    best, own = of(report, CONSTANT).action, of(report, OWN_PRECISION).action
+    assert best is not None
+    assert own is not None
+    assert (own["quant_tier"], best["quant_tier"] > 0) == (0, True)
+    assert f"{OWN_PRECISION}: FP16, batch {own['batch_size']}, KV" in "\n".join(shadow_report(report, tables).lines)
+    same = shadow(flood(), [], fixed=replace(SMALL, quant_tier=QuantTier(best["quant_tier"])), n_gpus=1)
+    assert [o.policy for o in same.outcomes] == [FIXED, CONSTANT]
+    assert same.outcomes[1].action == best
+    assert of(report, OWN_PRECISION).slo_miss_share <= report.outcomes[0].slo_miss_share
+    assert settings_of(report, tables, OWN_PRECISION).tier == "FP16"
+
+
 def test_nothing_drafts_tokens_unless_asked_except_constants_that_are_named() -> None:
     """One request at a time: there the sweep takes drafts if it may."""
     named = 'constant:{"spec_length": 2}'
@@ -99,8 +118,8 @@ def test_nothing_drafts_tokens_unless_asked_except_constants_that_are_named() ->
         for drafts in (False, True)
     )
     spec = {o.policy: set(o.timeline["spec_length"]) for o in without.outcomes}
-    assert spec == {"fixed": {0.0}, "best_constant": {0.0}, "heuristic": {0.0}, named: {2.0}}
-    assert max(drafting.outcomes[2].timeline["spec_length"]) > 0
+    assert spec == {FIXED: {0.0}, CONSTANT: {0.0}, OWN_PRECISION: {0.0}, "heuristic": {0.0}, named: {2.0}}
+    assert max(of(drafting, "heuristic").timeline["spec_length"]) > 0
     assert settings_of(without, load_tables(), "heuristic").drafts == []
 
 
@@ -114,14 +133,14 @@ def test_every_policy_meets_the_same_requests_and_none_gets_lost(report: ShadowR
 
 
 def test_the_users_own_configuration_comes_first_and_then_the_best_constant(report: ShadowReport) -> None:
-    assert [o.policy for o in report.outcomes][:3] == [FIXED, CONSTANT, "heuristic"]
+    assert [o.policy for o in report.outcomes][:4] == [FIXED, CONSTANT, OWN_PRECISION, "heuristic"]
     assert report.fixed_action == SMALL.to_dict()
     assert set(report.outcomes[0].timeline["batch_size"]) == {16.0}
 
 
 def test_a_replay_is_the_same_every_time_and_does_not_depend_on_company(report: ShadowReport) -> None:
     alone = shadow(flood(), ["heuristic"], fixed=SMALL, n_gpus=1)
-    assert alone.outcomes[2] == report.outcomes[2]
+    assert of(alone, "heuristic") == of(report, "heuristic")
 
 
 def test_percentiles_are_those_of_the_discrete_event_reference(report: ShadowReport) -> None:
@@ -137,7 +156,7 @@ def test_percentiles_are_those_of_the_discrete_event_reference(report: ShadowRep
 
 
 def test_more_slots_miss_fewer_objectives_in_a_flood() -> None:
-    small, _, large = shadow(flood(), ['constant:{"batch_size": 128}'], fixed=SMALL, n_gpus=1).outcomes
+    small, *_, large = shadow(flood(), ['constant:{"batch_size": 128}'], fixed=SMALL, n_gpus=1).outcomes
     assert large.slo_miss_share < 0.5 * small.slo_miss_share
     assert large.goodput_rps > small.goodput_rps
 
@@ -148,14 +167,14 @@ def test_every_policy_has_the_same_gpus_and_prefill_apart_takes_half_of_them() -
     outcomes = shadow(log, ['constant:{"prefill_disagg": true}', "naive"], fixed=apart, n_gpus=4).outcomes
     seconds = int(np.ceil(log.arrival_s[-1] + 1e-9)) + DRAIN_S
     assert {o.gpu_seconds for o in outcomes} == {4.0 * seconds}
-    assert [o.n_gpus for o in outcomes] == [4, 4, 4, 4]
-    assert (outcomes[0].n_replicas, outcomes[3].n_replicas) == (2, 4)
+    assert {o.n_gpus for o in outcomes} == {4}
+    assert (outcomes[0].n_replicas, outcomes[-1].n_replicas) == (2, 4)
 
 
 def test_a_policy_that_may_not_spread_keeps_prefill_together() -> None:
     outcomes = shadow(flood(30), ['constant:{"prefill_disagg": true}'], n_gpus=1).outcomes
-    assert set(outcomes[2].timeline["prefill_disagg"]) == {0.0}
-    assert outcomes[2].n_gpus == 1
+    assert set(outcomes[-1].timeline["prefill_disagg"]) == {0.0}
+    assert outcomes[-1].n_gpus == 1
     with pytest.raises(InvalidConfigError) as refused:
         shadow(flood(30), [], fixed=ServeAction(1.0, 0, 32, True, QuantTier.FP16), n_gpus=1)
     assert refused.value.field == "n_gpus"
@@ -165,16 +184,16 @@ def test_the_best_constant_is_no_worse_than_any_constant_of_the_sweep(report: Sh
     best = report.outcomes[1]
     assert best.action is not None
     again = shadow(flood(), [f"constant:{json.dumps(best.action)}"], fixed=SMALL, n_gpus=1)
-    assert again.outcomes[2].slo_miss_share == best.slo_miss_share
+    assert again.outcomes[-1].slo_miss_share == best.slo_miss_share
     for tried in ('{"batch_size": 64, "kv_budget": 1.0, "quant_tier": 2}', '{"batch_size": 32, "quant_tier": 1}'):
-        (_, _, other) = shadow(flood(), [f"constant:{tried}"], fixed=SMALL, n_gpus=1).outcomes
+        other = shadow(flood(), [f"constant:{tried}"], fixed=SMALL, n_gpus=1).outcomes[-1]
         assert best.slo_miss_share <= other.slo_miss_share + 1e-9
 
 
 def test_only_a_gain_that_chance_does_not_explain_is_recommended(report: ShadowReport) -> None:
     # Two standard errors of a difference of 0.2 and 1.3 % of the requests, by hand.
     assert noise(0.002, 0.013, 1000) == pytest.approx(2 * (0.001996e-3 + 0.012831e-3) ** 0.5)
-    fixed, constant, policy, *_ = report.outcomes
+    fixed, constant, own, policy, *_ = report.outcomes
     none, few, many = (replace(policy, slo_miss_share=share) for share in (0.0, 0.002, 0.013))
     asked = replace(report, log={**report.log, "requests": 1000})
     assert replace(asked, outcomes=[fixed, many, few]).best() is few
@@ -184,6 +203,10 @@ def test_only_a_gain_that_chance_does_not_explain_is_recommended(report: ShadowR
     hundred = {**report.log, "requests": 100}
     assert replace(asked, log=hundred, outcomes=[many, few]).best() is many
     assert not report.clear(constant, constant)
+    # In their own precision, if no other is clearly better.
+    own_few, own_many = (replace(own, slo_miss_share=share) for share in (0.002, 0.013))
+    assert replace(asked, outcomes=[replace(fixed, slo_miss_share=0.2), none, own_few]).best() is own_few
+    assert replace(asked, outcomes=[replace(fixed, slo_miss_share=0.2), none, own_many]).best() is none
 
 
 def test_nothing_is_recommended_where_nobody_serves_the_log_or_a_single_request_decides(report: ShadowReport) -> None:
@@ -222,7 +245,7 @@ def test_restarts_are_counted() -> None:
             return np.array([[1.0, 0, 32, 0, 1.0 if self._step > 20 else 0.0]])
 
     outcomes = shadow(flood(30), [Flipper()], n_gpus=1).outcomes
-    assert [(o.policy, o.restarts) for o in outcomes] == [(FIXED, 0), (CONSTANT, 0), ("Flipper", 1)]
+    assert {o.policy: o.restarts for o in outcomes} == {FIXED: 0, CONSTANT: 0, OWN_PRECISION: 0, "Flipper": 1}
 
 
 def test_classes_are_judged_by_the_objectives_of_a_task() -> None:
@@ -234,7 +257,7 @@ def test_classes_are_judged_by_the_objectives_of_a_task() -> None:
 def test_on_the_fleet_of_a_task_that_scales_settings_keep_its_replicas_and_autoscalers_do_not() -> None:
     task = get_task("autoscale")
     found = shadow(flood(40), ["hpa"], task=task)
-    fixed, constant, hpa = found.outcomes
+    fixed, constant, *_, hpa = found.outcomes
     assert {*fixed.timeline["replicas"]} == {*constant.timeline["replicas"]} == {float(task.fleet.n_replicas)}
     assert min(hpa.timeline["replicas"]) < task.fleet.n_replicas
     assert hpa.gpu_seconds < fixed.gpu_seconds == found.n_gpus * (40 + DRAIN_S)
@@ -287,7 +310,7 @@ def test_the_report_is_json(report: ShadowReport) -> None:
 
 
 def test_the_vllm_export_is_a_config_file_with_the_policys_settings(report: ShadowReport) -> None:
-    policy = report.outcomes[3].policy
+    policy = report.outcomes[-1].policy
     config = yaml.safe_load(vllm_config(settings_of(report, load_tables(), policy), draft_model="my/eagle"))
     assert config["max-num-seqs"] == 128
     assert config["quantization"] == "compressed-tensors"
@@ -461,7 +484,7 @@ def test_replicas_of_several_cards_are_counted_by_their_cards() -> None:
     tables = load_tables(table_path("h200-llama-3.1-70b-tp2"))
     outcomes = shadow(flood(20), ["heuristic"], n_gpus=4, slo_ms=2000, tables=tables).outcomes
     seconds = int(np.ceil(flood(20).arrival_s[-1] + 1e-9)) + DRAIN_S
-    assert [o.n_gpus for o in outcomes] == [4, 4, 4]
+    assert {o.n_gpus for o in outcomes} == {4}
     assert (outcomes[0].n_replicas, outcomes[0].gpu_seconds) == (2, 4.0 * seconds)
     for wrong in (0, 3):
         with pytest.raises(InvalidConfigError, match="a multiple of 2"):
@@ -471,7 +494,7 @@ def test_replicas_of_several_cards_are_counted_by_their_cards() -> None:
 def test_a_table_of_fewer_precisions_is_never_asked_for_another() -> None:
     tables = load_tables(table_path("h100-llama-3.1-8b"))
     report = shadow(flood(20), ['constant:{"quant_tier": 2}'], n_gpus=1, tables=tables)
-    assert set(report.outcomes[2].timeline["quant_tier"]) == {1.0}
+    assert set(report.outcomes[-1].timeline["quant_tier"]) == {1.0}
     assert report.outcomes[1].action is not None
     assert report.outcomes[1].action["quant_tier"] < tables.n_tiers
-    assert settings_of(report, tables, report.outcomes[2].policy).tier == "FP8"
+    assert settings_of(report, tables, report.outcomes[-1].policy).tier == "FP8"

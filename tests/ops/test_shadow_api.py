@@ -29,7 +29,7 @@ def test_the_report_is_the_one_of_the_library(server: RunningServer) -> None:
 
 def test_settings_are_exported_for_every_policy(server: RunningServer) -> None:
     answer = server.post("/shadow", {"log": FEW, "policies": ["heuristic"], "fixed": {"batch_size": 7}})
-    assert set(answer["export"]) == {"fixed", "best_constant", "heuristic"}
+    assert set(answer["export"]) == {"fixed", "best_constant", "best_own_precision", "heuristic"}
     assert "max-num-seqs: 7" in answer["export"]["fixed"]["vllm"]
     assert "max-running-requests: 7" in answer["export"]["fixed"]["sglang"]
 
@@ -52,6 +52,7 @@ def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
     assert [outcome["policy"] for outcome in answer["outcomes"]] == [
         "fixed",
         "best_constant",
+        "best_own_precision",
         "best_static",
         "best_adaptive",
     ]

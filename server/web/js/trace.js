@@ -12,6 +12,7 @@ import { Strip } from "./strip.js";
 const BASELINES = {
   fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
   best_constant: { label: "Best constant", colour: "ink" },
+  best_own_precision: { label: "Best constant in your precision", colour: "ink", dash: [6, 3] },
 };
 const UNFINISHED = 0.01; // share of requests beyond which a 99th percentile is named after those that it is of
 const UNCHECKED = ["hill_climb", "random", "naive", "vllm_defaults"]; // the last is the baseline until the visitor sets another
@@ -213,6 +214,6 @@ function verdict({ best, n_gpus: gpus, card, model, slo_ms: slo }, players, tier
     const { slo_miss_share: theirs, tpot_mean_ms: pace } = constant.outcome, faster = theirs <= late && pace < 0.9 * one.outcome.tpot_mean_ms;
     return `Keep ${inSentence(fixed)} (${what}) ${found}, and nothing else here makes fewer late by more than chance explains.${faster ? ` Not judged: the best constant writes a token in ${compact(pace)} ms instead of ${compact(one.outcome.tpot_mean_ms)}.` : ""}`;
   }
-  const others = [...(one === constant ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${inSentence({ label })}`);
-  return `${one === constant ? `Set ${what}` : `Let ${one.called} set the knobs`} ${found}, against ${others.join(" and ")}, more than chance explains.`;
+  const others = [...(action ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${inSentence({ label })}`);
+  return `${action ? `Set ${what}` : `Let ${one.called} set the knobs`} ${found}, against ${others.join(" and ")}, more than chance explains.`;
 }
