@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -86,10 +87,11 @@ def run(args: argparse.Namespace) -> int:
     task = get_task(args.task) if args.task else None
     if task and not (args.hardware or args.model or args.table):
         args.hardware = task.hardware
-    tables = chosen_tables(args, args.kv_cache_dtype)
+    log = cache(lambda: read_log(args.trace, args))
+    tables = chosen_tables(args, args.kv_cache_dtype, lambda: log().model)
     fixed = _baseline(args.baseline, tables, precision_named(args.model or ""))
     load_own_agents(agents)
-    imported = read_log(args.trace, args)
+    imported = log()
     if not args.json:
         print_log(args.trace, imported)
     report = shadow(

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -138,15 +138,13 @@ def run(args: argparse.Namespace) -> int:
     from ops.objectives import parse_objective
 
     _check(args)
-    tables = chosen_tables(args, args.kv_cache_dtype)
     objectives = [parse_objective(text) for text in args.objective]
-    log = None
-    if args.trace is not None:
-        imported = read_log(args.trace, args)
-        log = imported.log
-        if not args.json:
-            print_log(args.trace, imported)
-    serve = _server(args, log, tables)
+    read = cache(lambda: None if args.trace is None else read_log(args.trace, args))
+    tables = chosen_tables(args, args.kv_cache_dtype, lambda: log.model if (log := read()) else None)
+    imported = read()
+    if imported is not None and not args.json:
+        print_log(args.trace, imported)
+    serve = _server(args, None if imported is None else imported.log, tables)
     if args.sweep is not None:
         return _sweep(args, objectives, serve)
     served = serve(None)

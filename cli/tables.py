@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,10 @@ def add_table_arguments(parser: Any) -> None:
     """Add the alternatives ``--hardware`` and ``--table`` to a parser or a group of its options."""
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
-        "--hardware", help="table or card, see `inferencegym hardware` (default: the first of the model, or a100-40gb)"
+        "--hardware", help="table or card, see `inferencegym hardware` (default: the model's first, or a100-40gb)"
     )
     chosen.add_argument("--table", type=Path, help="your own table, written by measure or import-bench")
-    parser.add_argument("--model", help="model, such as llama-3.1-8b; required if the card has tables of several")
+    parser.add_argument("--model", help="model, such as llama-3.1-8b (default: the log's, or the card's only one)")
 
 
 def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
@@ -39,23 +40,37 @@ def add_kv_cache_argument(parser: Any) -> None:
     )
 
 
-def chosen_tables(args: argparse.Namespace, kv_cache_dtype: str = "auto") -> ServingTables:
+def chosen_tables(
+    args: argparse.Namespace, kv_cache_dtype: str = "auto", log_model: Callable[[], str | None] = lambda: None
+) -> ServingTables:
     """The table that was chosen, or the default, with this KV cache.
 
-    Of several with the hardware and the model that were named, the first is taken, and a line says so.
+    Where the options leave several models, that of the log counts, and becomes ``args.model``. Of several tables of the
+    hardware and the model the first is taken, and a line says so.
     """
-    from inferencegym.errors import InvalidConfigError
-    from simulator.hardware.catalogue import table_path, tables_named
+    from inferencegym.errors import InvalidConfigError, short_text
+    from inferencegym.tasks import table_index
+    from simulator.hardware.catalogue import models, table_path, tables_named, usual_name
     from simulator.hardware.sources import with_fp8_kv
     from simulator.hardware.tables import load_tables
 
-    path = args.table
-    if args.model and path:
+    if args.model and args.table:
         raise InvalidConfigError("--model does not go with --table, which is of one model: leave it out", "model")
-    if args.hardware or args.model:
-        first, *others = tables_named([args.hardware] if args.hardware else None, args.model)
-        path = table_path(first)
-        if others:
-            print(f"playing on {first}; --hardware takes {', '.join(others)} too", file=sys.stderr)
+    path, hardware = args.table, [args.hardware] if args.hardware else None
+    if path is None:
+        try:
+            found = tables_named(hardware, args.model)
+        except InvalidConfigError as error:
+            named = log_model() if error.field == "model" and args.model is None else None
+            known = named is not None and usual_name(named) in models()
+            if not known and hardware:
+                raise
+            args.model = named if known else None
+            found = tables_named(hardware, named) if known else tuple(table_index())[:1]
+            if named and not known:
+                print(f"no table of the log's model {short_text(named)}: playing on {found[0]}", file=sys.stderr)
+        path = table_path(found[0])
+        if found[1:]:
+            print(f"playing on {found[0]}; --hardware takes {', '.join(found[1:])} too", file=sys.stderr)
     tables = load_tables(path)
     return with_fp8_kv(tables) if kv_cache_dtype == "fp8" else tables

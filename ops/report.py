@@ -20,6 +20,7 @@ from ops import scaling
 from ops.capacity import GRID, too_few
 from ops.margins import LIKELY, LOADS, WITH_90
 from ops.objectives import WINDOW_S, Objective, parse_objective
+from simulator.hardware.catalogue import usual_name
 from simulator.hardware.engine_times import TIER
 
 if TYPE_CHECKING:
@@ -497,8 +498,8 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
         *(f"{o.policy}: {_shadow_setting(o.action, tables)}" for o in report.outcomes if o.action),
         "KV is the share of the KV pool that the setting uses; vLLM's own default comes to about 1.",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
-        f"Simulated on {report.hardware}, table {report.table_sha256[:12]}. Support by measurements of the "
-        f"seconds of {best.policy}: {shares}.",
+        f"Simulated: {usual_name(str(tables.meta['model']))} on {report.hardware}, table {report.table_sha256[:12]}. "
+        f"Support by measurements of the seconds of {best.policy}: {shares}.",
         *table_notes(tables),
     ]
     gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"

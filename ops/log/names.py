@@ -74,6 +74,8 @@ MAX_NAME_CHARS: Final = 1_000
 _NUMBER: Final = re.compile(r"-?[0-9]+([.][0-9]+)?")
 _VLLM_LINE: Final = re.compile(r"(\(\w+ pid=\d+\) )?(INFO|WARNING|DEBUG|ERROR) \d\d-\d\d \d\d:")
 """How vLLM's own log lines begin."""
+_ACCESS_LINE: Final = re.compile(r"\[\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d")
+"""The time in a line of a web server's access log."""
 HEADER_CHARS: Final = 4_096
 ROWS_CHARS: Final = 65_536
 """Characters of the header, and of a whole table, that :func:`check_table` reads: 30 ms of work at most."""
@@ -157,6 +159,12 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
         raise source.wrong(
             "is the text that vLLM prints, which does not tell each request's output tokens; take vLLM's OpenTelemetry "
             "traces, or the log of a gateway such as LiteLLM"
+        )
+    if missing and any(_ACCESS_LINE.search(name) for name in there):
+        raise source.wrong(
+            "is a web server's access log, a line of text for each request, without token counts; let it write JSON "
+            "(nginx: log_format with escape=json) with msec, request_time, prompt_tokens and completion_tokens, or "
+            "take the log of a gateway such as LiteLLM"
         )
     if missing and there and all(_NUMBER.fullmatch(name) for name in there):
         raise source.wrong(

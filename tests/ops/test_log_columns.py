@@ -380,6 +380,13 @@ def test_a_table_without_names_is_refused_with_what_helps(tmp_path: Path, text: 
         import_log(tmp_path / "log.csv")
 
 
+def test_a_text_log_of_nginx_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    line = '10.0.0.1 - - [04/Mar/2025:09:00:00 +0000] "POST /v1/chat/completions HTTP/1.1" 200 5778 "-" "curl, 8" 2.8\n'
+    (tmp_path / "access.log").write_text(line * 3)
+    with pytest.raises(DataFormatError, match=r"is a web server's access log, .* without token counts; let it"):
+        import_log(tmp_path / "access.log")
+
+
 def test_columns_of_a_report_may_be_named_too(tmp_path: Path) -> None:
     requests = [
         {"sent": 100 + s, "prompt_tokens": p, "output_tokens": o}

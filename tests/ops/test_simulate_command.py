@@ -297,11 +297,28 @@ def test_a_model_and_a_card_choose_a_table_and_the_others_are_named(capsys: Capt
     fp8 = said(capsys, "--hardware", "b200", "--model", "Qwen/Qwen3-32B-FP8", *load[1:])
     assert fp8 == said(capsys, "--hardware", "b200-qwen3-32b", "--quant", "FP8", *load[1:])
     assert fp8 != said(capsys, "--hardware", "b200-qwen3-32b", *load[1:])
-    for command in (["simulate"], ["shadow", "--trace", "log.csv"]):
-        assert main([*command, "--hardware", "l40s"]) == 2
-        assert "model is missing: this hardware has tables of llama-3.1-8b, gpt-oss-20b" in capsys.readouterr().err
-        assert main([*command, "--table", "mine.parquet", "--model", "llama-3.1-8b"]) == 2
-        assert "--model does not go with --table" in capsys.readouterr().err
+    assert main(["simulate", "--hardware", "l40s"]) == 2
+    assert "model is missing: this hardware has tables of llama-3.1-8b, gpt-oss-20b" in capsys.readouterr().err
+    assert main(["simulate", "--table", "mine.parquet", "--model", "llama-3.1-8b"]) == 2
+    assert "--model does not go with --table" in capsys.readouterr().err
+
+
+def test_the_logs_model_chooses_the_table_where_the_options_do_not(tmp_path: Path, capsys: Capture) -> None:
+    log = tmp_path / "log.csv"
+    for model, options, played, told in (
+        ("Qwen/Qwen3-8B", [], "qwen3-8b on a100_sxm", ""),
+        ("Qwen/Qwen3-32B", ["--hardware", "b200"], "qwen3-32b on b200_sxm", ""),
+        ("Qwen/Qwen3-32B", ["--model", "qwen3-8b"], "qwen3-8b on a100_sxm", ""),
+        ("gpt-4o", [], "llama-3.1-8b on a100-40gb", "no table of the log's model gpt-4o: playing on a100-40gb\n"),
+    ):
+        rows = "".join(f"{i},200,50,{model}\n" for i in range(30))
+        log.write_text(f"arrival_s,prompt_tokens,output_tokens,model\n{rows}")
+        assert main(["shadow", "--trace", str(log), "--agent", "naive", "--gpus", "1", *options]) == 0
+        said = capsys.readouterr()
+        assert f"Simulated: {played}, table" in said.out
+        assert said.err == told
+    assert main(["simulate", "--trace", str(log), "--hardware", "b200"]) == 2
+    assert "model is missing" in capsys.readouterr().err
 
 
 def test_an_fp8_kv_cache_holds_more_requests_and_says_where_its_attention_was_not_measured(capsys: Capture) -> None:

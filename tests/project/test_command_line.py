@@ -146,11 +146,13 @@ def test_options_are_refused_before_a_log_is_read_or_an_engine_asked(capsys: pyt
         capsys, *shadow, "--baseline", '{"quant_tier": "INT4"}'
     )
     assert "did you mean batch_size?" in refusal(capsys, *shadow, "--baseline", '{"max_num_seqs": 64}')
-    assert "one of fixed, best_constant, heuristic" in refusal(
+    assert "one of fixed, best_constant, best_own_precision, heuristic" in refusal(
         capsys, *shadow, "--export", "vllm", "--export-policy", "foo"
     )
     assert "give --export vllm" in refusal(capsys, *shadow, "--export-policy", "fixed")
-    assert "this hardware has tables of" in refusal(capsys, "simulate", "--trace", "none.csv", "--hardware", "h100")
+    assert "has no table on this hardware" in refusal(
+        capsys, "simulate", "--trace", "none.csv", "--hardware", "h100", "--model", "qwen3-8b"
+    )
     assert "engine='localhost:8000' is not allowed" in refusal(capsys, "measure", "--engine", "localhost:8000")
     control = "live", "control", "--engine", "http://127.0.0.1:9"
     assert "a range of one of kv_budget" in refusal(capsys, *control, "--bound", "batch=16:256")
