@@ -25,30 +25,33 @@ const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quan
 /** An action as the numbers of a batch. */
 export const numbers = (action) => NAMES.filter((name) => name in action).map((name) => Number(action[name]));
 
-/** Encode actions as a short text: only the seconds with a change, as `second.kv-spec-batch-disagg-tier`, and `-replicas` where the task scales. */
+/**
+ * Encode actions as a short text: only the seconds with a change, as `second.kv-spec-batch-disagg-tier`, and `-replicas` where the
+ * task scales. A value that stays is left out, and so are dashes at the end: `0.913-0-256-0-0_7.--512_17.----1`.
+ */
 export function packActions(actions) {
   const parts = [];
-  let last = "";
+  let last = [];
   actions.forEach((action, step) => {
     const values = [Math.round(1000 * action.kv_budget), action.spec_length, action.batch_size, Number(action.prefill_disagg), action.quant_tier, ...(action.replicas ? [action.replicas] : [])];
-    const text = values.join("-");
-    if (text !== last) parts.push(`${step}.${text}`);
-    last = text;
+    const text = values.map((value, i) => (value === last[i] ? "" : value)).join("-").replace(/-+$/, "");
+    if (text) parts.push(`${step}.${text}`);
+    last = values;
   });
-  return `${actions.length}_${parts.join("_")}`;
+  return parts.join("_");
 }
 
-/** Decode a text of `packActions`; null if the text is malformed. */
+/** Decode a text of `packActions` as actions up to the last change, which stays; null if the text is malformed. */
 export function unpackActions(text) {
-  const [count, ...parts] = text.split("_");
-  const changes = parts.map((part) => part.match(/^(\d+)\.(\d+)-(\d+)-(\d+)-([01])-([012])(?:-(\d{1,4}))?$/));
-  if (!/^\d{1,4}$/.test(count) || changes.length === 0 || changes.some((change) => !change)) return null;
   const actions = [];
-  let at = 0;
-  for (let step = 0; step < Number(count); step++) {
-    while (at + 1 < changes.length && Number(changes[at + 1][1]) <= step) at++;
-    const values = changes[at].slice(2).filter((text) => text !== undefined).map(Number);
-    actions.push({ ...Object.fromEntries(values.map((value, i) => [NAMES[i], value])), kv_budget: values[0] / 1000, prefill_disagg: values[3] === 1 });
+  let last = [];
+  for (const part of text.replace(/^\d+_/, "").split("_")) { // older links begin with the number of seconds
+    const [, step, change] = part.match(/^(\d{1,4})\.([-\d]*)$/) ?? [], given = change?.split("-") ?? [];
+    last = Array.from({ length: Math.max(last.length, given.length) }, (_, i) => (given[i] ? Number(given[i]) : last[i]));
+    const [kv, spec, , disagg, tier] = last;
+    if (!change || Number(step) < actions.length || (!actions.length && Number(step)) || last.length < 5 || last.length > 6 || last.includes(undefined) || kv > 1000 || spec > 8 || disagg > 1 || tier > 2) return null;
+    while (actions.length && actions.length < Number(step)) actions.push(actions.at(-1));
+    actions.push({ ...Object.fromEntries(last.map((value, i) => [NAMES[i], value])), kv_budget: kv / 1000, prefill_disagg: disagg === 1 });
   }
   return actions;
 }

@@ -94,7 +94,7 @@ export function wrongNumber(node) {
     const { badInput, rangeUnderflow, rangeOverflow, stepMismatch } = input.validity, whole = input.step === "1";
     if (!(badInput || rangeUnderflow || rangeOverflow || (whole && stepMismatch))) continue;
     const from = input.max ? `from ${input.min} to ${input.max}` : `of at least ${input.min}`;
-    return { field: input, message: `${input.labels[0].textContent}: ${badInput ? "this is not a number" : `${input.value} is not allowed`}`, next: `enter a ${whole ? "whole " : ""}number ${from}` };
+    return { field: input, message: `${input.labels[0]?.textContent ?? input.ariaLabel}: ${badInput ? "this is not a number" : `${input.value} is not allowed`}`, next: `enter a ${whole ? "whole " : ""}number ${from}` };
   }
   return undefined;
 }

@@ -32,10 +32,11 @@ class PlanTab {
     this.tpot = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "50" });
     this.e2e = el("input", { type: "number", min: "1", max: "999999", step: "1", placeholder: "20000" });
     this.model = select(models.map((name) => [name, name]), models[0], () => this.offer());
-    this.cards = el("fieldset", { class: "legend" });
+    this.cards = el("fieldset", { class: "cards" });
     this.precision = select([["", "any"], ["FP16,BF16", "16 bit only"]], "");
     this.drafts = select([["", "none"], ["yes", "allowed"]], "");
-    this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20" });
+    const price = (card) => el("input", { type: "number", min: "0.01", max: "1000000", step: "any", placeholder: "no price", "aria-label": `Price of ${cardName(card)} per GPU hour` });
+    this.prices = new Map(Object.values(hardware).map(({ card }) => [card, price(card)]));
     this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
     this.replicas = el("input", { type: "number", min: "1", max: "256", step: "1", placeholder: "1" });
     this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
@@ -47,7 +48,7 @@ class PlanTab {
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example), this.alert.node,
           el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("End to end p99 (ms)", this.e2e), field("Precisions", this.precision), field("Draft tokens", this.drafts), field("Replicas, at least", this.replicas),
-            ...this.box.fields, field("Price per GPU hour", this.prices, "Your price of each card; cards without one are left out. There are no default prices, because providers differ: if empty, the plan takes the fewest GPUs."), field("Currency", this.currency)),
+            ...this.box.fields, field("Currency", this.currency)),
           this.cards),
         this.out));
     this.offer();
@@ -56,28 +57,21 @@ class PlanTab {
   /** List the cards that have tables of the model; all are searched unless some are left out. */
   offer() {
     const cards = new Set(Object.values(this.catalogue).filter(({ model }) => model === this.model.value).map(({ card }) => card));
-    fill(this.cards, el("legend", { text: "Cards to search" }), ...[...cards].map((card) => el("label", { class: "chip plain" },
-      el("input", { type: "checkbox", checked: true, value: card }), cardName(card))));
+    fill(this.cards, el("legend", { text: "Cards to search, and your price per GPU hour" }), ...[...cards].flatMap((card) => [el("label", { class: "chip plain" },
+      el("input", { type: "checkbox", checked: true, value: card }), cardName(card)), this.prices.get(card)]),
+    el("small", { text: "With prices the plan takes the cheapest fleet of the cards that have one; without any, the fewest GPUs." }));
   }
 
   tell(...nodes) {
     fill(this.out, ...nodes);
   }
 
-  /** Prices as the request has them; undefined where none are given. Throws an error in the words of the form. */
-  priceList() {
-    const parts = this.prices.value.split(",").map((part) => part.trim()).filter(Boolean);
-    if (!parts.length) return undefined;
-    const known = new Set(Object.values(this.catalogue).map(({ card }) => card));
-    const pairs = parts.map((part) => {
-      const [card, price = ""] = part.split("=").map((text) => text.trim()), meant = [...known].filter((name) => [name, shortName(name)].some((one) => plain(one) === plain(card)));
-      const alike = [...known].filter((name) => card && plain(name).startsWith(plain(card).slice(0, 3)));
-      const wrong = !meant.length ? `there is no card "${card}"${alike.length ? ` (did you mean ${alike.join(" or ")}?)` : ""}` : !price ? `"${card}" has no price` : !(Number(price) > 0 && Number(price) <= 1e6) ? `"${price}" for ${card} is not a price from 0 to 1,000,000` : "";
-      if (wrong) throw { field: this.prices, message: `Price per GPU hour: ${wrong}`, next: `write a card, = and its price, such as ${meant.length ? card : alike[0] ?? "a100-40gb"}=1.20; cards are ${[...known].join(", ")}` };
-      return [meant.find((name) => plain(name) === plain(card)) ?? shortName(meant[0]), Number(price)];
-    });
+  /** Prices of these cards as the request has them; undefined where none are given. Throws an error in the words of the form. */
+  priceList(cards) {
+    const given = cards.map((card) => [card, this.prices.get(card).value]).filter(([, price]) => price);
+    if (!given.length) return undefined;
     if (!this.currency.value.trim()) throw { field: this.currency, message: "The currency of the prices is missing", next: "fill it in, such as USD" };
-    return { currency: this.currency.value, per_gpu_hour: Object.fromEntries(pairs) };
+    return { currency: this.currency.value, per_gpu_hour: Object.fromEntries(given.map(([card, price]) => [card, Number(price)])) };
   }
 
   /** The request that the form makes. Throws an error in the words of the form. */
@@ -87,9 +81,9 @@ class PlanTab {
     if (wrong) throw wrong;
     const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot], ["e2e_p99", this.e2e]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
     if (!objectives.length) throw { field: this.ttft, message: "There is no objective", next: "fill in TTFT p99, TPOT p50 or end to end p99" };
-    const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
+    const boxes = [...this.cards.querySelectorAll("[type=checkbox]")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
     if (!hardware.length) throw { field: boxes[0], message: "No card is chosen", next: "choose at least one" };
-    return { ...this.box.body, objectives, prices: this.priceList(), hardware: hardware.length < boxes.length ? hardware : undefined,
+    return { ...this.box.body, objectives, prices: this.priceList(hardware), hardware: hardware.length < boxes.length ? hardware : undefined,
       model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? true : undefined,
       replicas_min: this.replicas.value === "" ? undefined : Number(this.replicas.value) };
   }
@@ -149,12 +143,6 @@ class PlanTab {
     announce(said);
   }
 }
-
-/** A card as people say it: `h100` for `h100_sxm`, `a100` for `a100-40gb`. */
-const shortName = (card) => card.replaceAll("_", "-").replace(/-(sxm|server|\d+gb)$/, "");
-
-/** A name without its spelling: "H100 SXM" is `h100_sxm`. */
-const plain = (name) => name.toLowerCase().replace(/[^a-z0-9.]/g, "");
 
 const settingOf = ({ policy, action, precision }) => (action ? setting(action, precision) : player({ name: policy }).label);
 

@@ -134,7 +134,7 @@ class Race {
       await this.choose(kept.shared && address.unpackActions(kept.shared), kept);
       return;
     }
-    const asked = params.get("task") ?? String(this.task?.id ?? this.first.id);
+    const asked = params.get("task") ?? String((params.has("you") ? null : this.task?.id) ?? this.first.id);
     const seed = params.get("seed") ?? this.seedInput.value;
     const shared = params.has("you") ? address.unpackActions(params.get("you")) : null;
     const same = this.task && !params.has("lost") && String(this.task.id) === asked && seed === this.seedInput.value && !params.has("you");
@@ -774,7 +774,7 @@ class Race {
     this.advised = this.hinted = null;
     const { called, episode } = this.target;
     const score = shownScore(grade.score), toBeat = shownScore(episode.score), won = Number(score) > Number(toBeat);
-    const params = { task: this.task.id, seed: this.seed, beat: score, you: address.packActions(rows(this.mine.action)) };
+    const params = { ...(this.task === this.first ? {} : { task: this.task.id }), seed: this.seed, beat: score, you: address.packActions(rows(this.mine.action)) };
     this.write(params);
     const log = JSON.stringify({ task_id: this.task.id, seed: this.seed, episode_log: logOf(this.mine) });
     const places = [{ ...YOU, ...grade }, ...this.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);

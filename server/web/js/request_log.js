@@ -48,7 +48,7 @@ export class LogBox extends DropBox {
 
 const IN_THE_FORM = [
   ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["replicas_min 2", "Replicas, at least: 2"], ["quant FP16,BF16", "Precisions: 16 bit only"], ["Leave out drafts to exclude them", "Draft tokens: none excludes them"],
-  [": try router round-robin or least-loaded", ""], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
+  [": try router round-robin or least-loaded", ""], ["meets with 90 %", "90 % certain"], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
   ["the unit: columns ", "the unit under Columns of the log: "], [" or columns arrival=", " or arrival="], ["with filter ", "under Only rows with: "],
   ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];
@@ -101,7 +101,7 @@ const NAMED = ["heuristic", "hill_climb", "hpa", "planner"]; // policies in note
 /** A function for texts of the server: it puts the page's names in the place of tables, cards and policies. */
 export function namer(catalogue) {
   const tables = Object.entries(catalogue);
-  const names = new Map([...tables.map(([, { card }]) => [card, cardName(card)]), ...tables.map(([name, table]) => [name, tableName(table)]), ...NAMED.map((name) => [name, player({ name }).called])]);
+  const names = new Map([...tables.flatMap(([, { card }]) => [card, card.replaceAll("_", "-").replace(/-(sxm|server)$/, "")].map((name) => [name, cardName(card)])), ...tables.map(([name, table]) => [name, tableName(table)]), ...NAMED.map((name) => [name, player({ name }).called])]);
   const known = new RegExp(`(?<![\\w-])(${[...names.keys()].sort((a, b) => b.length - a.length).join("|")})(?![\\w-])`, "g");
   return (text) => text.replace(known, (name) => names.get(name));
 }

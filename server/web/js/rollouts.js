@@ -20,6 +20,7 @@ const WINDOW_S = 30, FIRST_CAP = 12; // the window is the hit rate's
 const FULL = 1, ROOM = 0.5; // shares of the KV pool: above the one, a hint says down; below the other, much of it is idle
 const QUESTION = "How many agent sessions should one engine run at a time?";
 const KEPT = "rollouts";
+const SEED = "42"; // a link without a task and a seed is of the first task and this one
 
 export async function start(panel) {
   const { tasks } = await once("tasks", "rollouts");
@@ -50,15 +51,15 @@ function curves(columns, least) {
   return drawn;
 }
 
-/** Caps, one for each second, as a short text: their number, then `second.cap` of each change. */
-export const packCaps = (caps) => [caps.length, ...caps.flatMap((cap, i) => (cap === caps[i - 1] ? [] : [`${i}.${cap}`]))].join("_");
+/** Caps, one for each second, as a short text: `second.cap` of each change. */
+export const packCaps = (caps) => caps.flatMap((cap, i) => (cap === caps[i - 1] ? [] : [`${i}.${cap}`])).join("_");
 
-/** Caps of a text of `packCaps`; null if the text is malformed. */
+/** Caps of a text of `packCaps` up to the last change, which stays; null if the text is malformed. Older links begin with the number of seconds. */
 export function unpackCaps(text) {
-  if (!/^\d{1,4}_0\.\d{1,4}(_\d{1,4}\.\d{1,4})*$/.test(text)) return null;
-  const [count, ...changes] = text.split("_"), at = new Map(changes.map((change) => change.split(".").map(Number)));
+  if (!/^(\d{1,4}_)?0\.\d{1,4}(_\d{1,4}\.\d{1,4})*$/.test(text)) return null;
+  const changes = text.split("_").filter((change) => change.includes(".")).map((change) => change.split(".").map(Number)), at = new Map(changes);
   const caps = [];
-  for (let second = 0; second < Number(count); second++) caps.push(at.get(second) ?? caps.at(-1));
+  for (let second = 0; second <= changes.at(-1)[0]; second++) caps.push(at.get(second) ?? caps.at(-1));
   return caps;
 }
 
@@ -78,7 +79,7 @@ class Rollouts {
     this.tasks = tasks;
     this.generation = 0;
     this.taskSelect = select(tasks.map(({ task_id, name, difficulty }) => [task_id, `${name} (${difficulty})`]), tasks[0].task_id, () => this.choose());
-    this.seedInput = el("input", { type: "number", min: "0", max: String(MAX_SEED), step: "1", value: "42", on: { change: () => this.choose() } });
+    this.seedInput = el("input", { type: "number", min: "0", max: String(MAX_SEED), step: "1", value: SEED, on: { change: () => this.choose() } });
     this.play = el("button", { type: "button", class: "main", text: "Start", on: { click: () => this.press() } });
     this.pace = select(PACES, 30);
     this.again = el("button", { type: "button", text: "Start over", on: { click: () => this.choose(this.shared) } });
@@ -117,7 +118,7 @@ class Rollouts {
       this.choose(kept.shared && unpackCaps(kept.shared), kept);
       return;
     }
-    const task = params.get("task"), seed = params.get("seed"), you = params.get("you");
+    const you = params.get("you"), task = params.get("task") ?? (you && this.tasks[0].task_id), seed = params.get("seed") ?? (you && SEED);
     if (this.task && !you && (!task || task === this.task.task_id) && (!seed || seed === this.seedInput.value)) return;
     if (this.tasks.some(({ task_id }) => task_id === task)) this.taskSelect.value = task;
     if (isSeed(seed ?? "")) this.seedInput.value = seed;
@@ -299,7 +300,7 @@ class Rollouts {
     }
     this.pause("Run again");
     const score = shownScore(mine.score), other = shownScore(target.score);
-    const params = { task: task.task_id, seed: this.seedInput.value, beat: score, you: packCaps(mine.caps) };
+    const params = { ...(task === this.tasks[0] ? {} : { task: task.task_id }), ...(this.seedInput.value === SEED ? {} : { seed: this.seedInput.value }), beat: score, you: packCaps(mine.caps) };
     this.write(params);
     this.rank({ ...YOU, ...mine }, ...(ghost ? [ghost] : []));
     const called = target.called ?? target.label;
