@@ -300,8 +300,8 @@ def cautions(report: PlanReport) -> list[str]:
     guessed = first.support["modelled"] + first.support["extrapolated"]
     if guessed >= 0.5:
         found.append(
-            f"In {guessed:.0%} of the seconds this plan rests on kernel timings that are modelled or extrapolated, not "
-            "measured (docs/hardware.md#coverage)."
+            f"In {guessed:.0%} of the seconds a part of the kernel timings is modelled or extrapolated, not measured "
+            "(docs/hardware.md)."
         )
     # gpt-oss is published in MXFP4.
     if first.precision not in (TIER, "MXFP4") and not first.precision.endswith("16"):
