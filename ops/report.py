@@ -379,7 +379,7 @@ def details(report: PlanReport) -> list[str]:
         found.append("Autoscaling is not simulated for a plan with separate prefill and decode replicas.")
     elif report.plans:
         found.append(scaling.scaling_note(report.autoscaling, report.played_s, "within the objectives"))
-    return [*found, f"{len(report.tried)} fleets played, in {report.wall_s:.1f} s."]
+    return [*found, f"Fleets shown: {len(report.tried)}; the search took {report.wall_s:.1f} s."]
 
 
 def _error_lines(report: PlanReport) -> list[str]:
