@@ -136,6 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate the load and print latencies, throughput and memory."""
     from ops.objectives import parse_objective
+    from simulator.hardware.catalogue import usual_name
 
     _check(args)
     objectives = [parse_objective(text) for text in args.objective]
@@ -144,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
     imported = read()
     if imported is not None and not args.json:
         print_log(args.trace, imported)
+    if not args.json:
+        print(f"{usual_name(str(tables.meta['model']))} on {tables.meta['hardware']}, replicas: {args.gpus}")
     serve = _server(args, None if imported is None else imported.log, tables)
     if args.sweep is not None:
         return _sweep(args, objectives, serve)

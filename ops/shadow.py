@@ -17,8 +17,8 @@ from agents.policies.constant import ConstantAgent
 from agents.policies.vllm_defaults import vllm_defaults
 from agents.protocol import Agent
 from agents.registry import make_agent
-from inferencegym.errors import DataFormatError, refusal
-from inferencegym.models import QuantTier, ServeAction
+from inferencegym.errors import DataFormatError, InvalidConfigError, refusal
+from inferencegym.models import ServeAction
 from inferencegym.tasks import Calibration, TaskSpec
 from ops.capacity import (
     NEUTRAL,
@@ -49,7 +49,7 @@ MAX_SLO_MS: Final = 1e6
 FIXED: Final = "fixed"
 """Name of the user's own configuration in a report."""
 CONSTANT: Final = "best_constant"
-"""Name of the best constant setting that a sweep found."""
+"""Name of the best constant setting: of a sweep, or the user's own."""
 OWN_PRECISION: Final = "best_own_precision"
 """Name of the best constant setting in the user's own precision, if the best of all has another one."""
 FINALISTS: Final = 4
@@ -188,9 +188,9 @@ def shadow(
         n_gpus = units * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
     _check_gpus(n_gpus, fixed, tables.cards_per_replica)
     gpus = Field(as_task, tables, n_gpus, drafts, fit)
-    best = gpus.best_constants(fixed.quant_tier)
-    scaling = gpus.autoscaled(*best[CONSTANT])
     own = gpus.constant(fixed)
+    best = gpus.best_constants(own, fixed)
+    scaling = gpus.autoscaled(*best[CONSTANT])
     # Take price and peak from the fixed configuration, so that observations of learned policies are scaled as in
     # training.
     scaled = Calibration(0.0, own.best_tps, own.best_tps, as_task.cost_budget / max(own.cost, 1e-9))
@@ -271,10 +271,11 @@ class Field:
         assert task is not None
         return task
 
-    def best_constants(self, own: QuantTier) -> dict[str, tuple[Run, ServeAction]]:
-        """Constant settings of a sweep that miss the fewest requests: of all, and of those in the precision ``own``.
+    def best_constants(self, own: Run, fixed: ServeAction) -> dict[str, tuple[Run, ServeAction]]:
+        """Constant settings that miss the fewest requests: of all, and of those in the precision of the user's own.
 
-        Only the finalists are played with latencies. The second is left out if it is the first.
+        The user's own setting, which was played, competes with the finalists of a sweep. The second is left out if it
+        is the first.
         """
         found: list[tuple[float, ServeAction]] = []
         for task, apart in ((self._together, False), (self._apart, True)):
@@ -283,11 +284,11 @@ class Field:
                 shares = screen(replace(task, log=self._fit), self._tables, settings).missed
                 found += zip(shares.tolist(), settings, strict=True)
         ranked = [action for _, action in sorted(found, key=lambda f: f[0])]
-        in_own = [action for action in ranked if action.quant_tier == own]
+        in_own = [action for action in ranked if action.quant_tier == fixed.quant_tier]
         finalists = [action for action in ranked if action in ranked[:FINALISTS] or action in in_own[:FINALISTS]]
-        runs = [(self.constant(action), action) for action in finalists]
+        runs = [*((self.constant(action), action) for action in finalists), (own, fixed)]
         runs.sort(key=lambda r: (r[0].outcome.slo_miss_share, r[0].outcome.ttft_p99_ms))
-        best = next(run for run in runs if run[1].quant_tier == own)
+        best = next(run for run in runs if run[1].quant_tier == fixed.quant_tier)
         return {CONSTANT: best} if best is runs[0] else {CONSTANT: runs[0], OWN_PRECISION: best}
 
     def policy(self, name: str, agent: str | Agent, calibration: Calibration) -> Run:
@@ -300,7 +301,11 @@ class Field:
 
     def _played(self, name: str, agent: str | Agent, task: TaskSpec, calibration: Calibration) -> Run:
         held = task if self._drafts else _without(task, "spec_length")
-        made = make_agent(agent, held, self._tables) if isinstance(agent, str) else agent
+        try:
+            made = make_agent(agent, held, self._tables) if isinstance(agent, str) else agent
+        except InvalidConfigError as error:
+            error.add_note("policies of a task need --task; hpa and planner play the best constant without being named")
+            raise
         # The user chose all knobs of a constant.
         return play_policy(name, made, task if isinstance(made, ConstantAgent) else held, self._tables, calibration)
 

@@ -110,6 +110,14 @@ def test_the_best_constant_in_ones_own_precision_has_a_row_if_the_best_has_anoth
     assert settings_of(report, tables, OWN_PRECISION).tier == "FP16"
 
 
+def test_the_users_own_setting_may_be_the_best_constant() -> None:
+    """In an overload settings of the sweep serve as few in time, and wait longer."""
+    own = ServeAction(0.95, 0, 256, False, QuantTier.FP16)
+    fixed, constant = shadow(flood(60, busy=40.0), [], fixed=own, n_gpus=1).outcomes
+    assert constant.action == own.to_dict()
+    assert replace(constant, policy=FIXED) == fixed
+
+
 def test_nothing_drafts_tokens_unless_asked_except_constants_that_are_named() -> None:
     """One request at a time: there the sweep takes drafts if it may."""
     named = 'constant:{"spec_length": 2}'
@@ -286,6 +294,9 @@ def test_wrong_input_is_refused() -> None:
     log = flood(30)
     with pytest.raises(InvalidConfigError, match="nobody"):
         shadow(log, ["nobody"], n_gpus=1)
+    with pytest.raises(InvalidConfigError, match="no PPO policy") as refused:
+        shadow(log, ["ppo"], n_gpus=1)
+    assert "policies of a task need --task" in refused.value.__notes__[0]
     with pytest.raises(InvalidActionError) as refused:
         shadow(log, [], fixed=ServeAction(1.0, 0, 0, False, QuantTier.FP16))
     assert refused.value.field == "batch_size"
