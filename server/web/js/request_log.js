@@ -101,7 +101,7 @@ const NAMED = ["heuristic", "hill_climb", "hpa", "planner"]; // policies in note
 /** A function for texts of the server: it puts the page's names in the place of tables, cards and policies. */
 export function namer(catalogue) {
   const tables = Object.entries(catalogue);
-  const names = new Map([...tables.flatMap(([, { card }]) => [card, card.replaceAll("_", "-").replace(/-(sxm|server)$/, "")].map((name) => [name, cardName(card)])), ...tables.map(([name, table]) => [name, tableName(table)]), ...NAMED.map((name) => [name, player({ name }).called])]);
+  const names = new Map([...tables.flatMap(([, { card }]) => [card, card.replaceAll("_", "-").replace(/-(sxm|server)$/, "")].map((name) => [name, cardName(card)])), ...tables.map(([name, table]) => [name, tableName(table)]), ...NAMED.map((name) => [name, player({ name }).called]), ["best_constant", "the best constant"]]);
   const known = new RegExp(`(?<![\\w-])(${[...names.keys()].sort((a, b) => b.length - a.length).join("|")})(?![\\w-])`, "g");
   return (text) => text.replace(known, (name) => names.get(name));
 }

@@ -19,6 +19,8 @@ const PACES = [[10, "10×"], [30, "30×"], [160, "as fast as possible"]];
 const WINDOW_S = 30, FIRST_CAP = 12; // the window is the hit rate's
 const FULL = 1, ROOM = 0.5; // shares of the KV pool: above the one, a hint says down; below the other, much of it is idle
 const QUESTION = "How many agent sessions should one engine run at a time?";
+const ABOUT = "You run one LLM engine for many coding agents. Every turn makes their conversations longer; those that no longer fit into the cache are thrown out, and computed again when their agent comes back. So you limit how many run at once.";
+const LOADING = "Loading the sessions …", PREVIEW_DRAWS = 50;
 const KEPT = "rollouts";
 const SEED = "42"; // a link without a task and a seed is of the first task and this one
 
@@ -90,21 +92,23 @@ class Rollouts {
     this.knob = el("div", { class: "knob" },
       el("div", { class: "knob-head" }, el("label", { for: "max-sessions", text: "Sessions in flight, at most" }), this.output),
       this.slider,
-      el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache: keep the share of the pool below 100 %. Conversations grow with every turn: fewer fit later than at the start." }));
+      el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other: keep the share of the pool below 100 %. Fewer fit later than at the start." }));
     [this.story, this.readings] = [el("p", { class: "story" }), el("dl", { class: "readings" })];
     [this.trouble, this.scores] = [el("div"), el("div")];
     this.who = el("details", { hidden: true, open: true }); // until the players are there
     this.out = el("section", { class: "result", "aria-label": "Result" });
     [this.board, this.legend] = [el("div", { class: "charts wide" }), el("div", { class: "legend" })];
-    this.node = el("div", {},
-      this.goal,
-      el("div", { class: "race" },
-        el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), field("Pace", this.pace), this.play, this.again),
-        el("aside", { class: "side" }, this.story, this.knob,
-          this.readings),
-        el("div", { class: "stage" }, this.trouble, this.lead, this.out, this.legend, this.board,
-          el("p", { class: "note", text: "Computed for nothing: prompt tokens that a more sparing policy would have found in the cache. They are counted from the policy that computes the fewest prompt tokens per token written; during an episode this is an estimate, because first prompts are all new." }),
-          this.scores, this.who)));
+    [this.about, this.onward, this.first] = [el("p", { text: ABOUT }), el("span", { class: "onward" }), el("div")]; // the last holds the first chart
+    this.node = el("div", { class: "race" },
+      el("section", { class: "duel", "aria-label": "The score to beat" },
+        el("div", { class: "duel-text" }, this.goal, this.about, this.lead, this.out, el("div", { class: "buttons" }, this.play, this.again, this.onward), this.trouble),
+        this.first),
+      el("aside", { class: "side" }, this.knob, this.readings),
+      el("div", { class: "stage" },
+        el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), field("Pace", this.pace)), this.story,
+        this.legend, this.board,
+        el("p", { class: "note", text: "Computed for nothing: prompt tokens that a more sparing policy would have found in the cache. They are counted from the policy that computes the fewest prompt tokens per token written; during an episode this is an estimate, because first prompts are all new." }),
+        this.scores, this.who));
     this.putCap();
     addEventListener("pagehide", () => keep(KEPT, this.at, this.mine?.caps.length ? { task: this.task.task_id, seed: this.seedInput.value, shared: this.shared && packCaps(this.shared), cap: this.cap, pace: this.pace.value, playing: this.playing, mine: this.mine, ghost: this.ghost } : null));
   }
@@ -148,13 +152,14 @@ class Rollouts {
     this.task = this.tasks.find(({ task_id }) => task_id === this.taskSelect.value);
     const { task_id, description, sessions } = this.task;
     if (!shared && !kept) this.write({ task: task_id, seed: this.seedInput.value });
-    this.pause("Start");
+    this.pause(LOADING);
     this.play.disabled = true;
     this.story.textContent = description;
     this.slider.max = String(sessions);
     this.putCap();
-    for (const part of [this.out, this.trouble, this.scores, this.lead]) fill(part);
-    [this.goal.textContent, this.goal.hidden] = [QUESTION, false];
+    for (const part of [this.out, this.onward, this.trouble, this.scores, this.lead]) fill(part);
+    this.goal.textContent = QUESTION;
+    this.goal.hidden = this.about.hidden = this.lead.hidden = false;
     this.board.classList.add("stale"); // until the charts are those of these sessions
     try {
       const seed = seedOf(this.seedInput);
@@ -175,14 +180,30 @@ class Rollouts {
       this.buildBoard();
       this.rank();
       this.play.disabled = false;
-      if (!kept) return;
+      this.pause("Start");
+      if (!kept) {
+        this.preview(generation);
+        return;
+      }
       this.slider.value = String(kept.cap);
       this.putCap();
       if (kept.mine.score !== undefined) await this.finish();
       else if (kept.playing) this.run();
       else this.pause();
     } catch (error) {
-      if (generation === this.generation) fill(this.trouble, problem(error));
+      if (generation !== this.generation) return;
+      this.pause("Start");
+      fill(this.trouble, problem(error));
+    }
+  }
+
+  /** Draw the policies' curves as they grow, until the visitor starts. */
+  async preview(generation) {
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    for (let drawn = 1; drawn <= PREVIEW_DRAWS; drawn++) {
+      this.draw(drawn / PREVIEW_DRAWS);
+      await sleep(60);
+      if (generation !== this.generation || this.playing) return;
     }
   }
 
@@ -202,18 +223,21 @@ class Rollouts {
       finished: new TimeChart({ title: "Sessions finished", unit: "sessions", series, sync, limits: [{ value: this.task.sessions, label: "all" }] }),
       pool: new TimeChart({ title: "Conversations in flight", unit: "share of the KV pool", series, sync, limits: [{ value: 1, label: "KV pool" }] }),
     };
-    fill(this.board, ...Object.values(this.charts).map(({ figure }) => figure));
+    const [first, ...others] = Object.values(this.charts).map(({ figure }) => figure);
+    fill(this.first, first);
+    fill(this.board, ...others);
     this.who.hidden = false;
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...series.map(({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label })));
     this.draw();
   }
 
-  draw() {
+  /** Draw the visitor's run so far, and this share of the policies' episodes. */
+  draw(share = 1) {
     const drawn = [["you", curves(this.mine.columns, this.least)], ...(this.ghost ? [["shared", curves(this.ghost.columns, this.least)]] : []), ...this.lines];
     const x = Array.from({ length: Math.max(...drawn.map(([, { hit }]) => hit.length)) }, (_, i) => TICK_S * (i + 1));
     for (const [name, chart] of Object.entries(this.charts)) {
-      chart.set(x, Object.fromEntries(drawn.map(([key, columns]) => [key, x.map((_, i) => columns[name][i] ?? null)])), [0, x.at(-1)]);
+      chart.set(x, Object.fromEntries(drawn.map(([key, columns]) => [key, x.map((_, i) => (i <= share * x.length ? columns[name][i] : null) ?? null)])), [0, x.at(-1)]);
     }
     const mine = this.mine.columns, now = (name) => mine[name].at(-1) ?? 0, second = mine.time_s.length;
     const hit = hitRate(mine, Math.max(0, second - WINDOW_S), second);
@@ -246,6 +270,7 @@ class Rollouts {
   pause(text = "Go on") {
     this.playing = false;
     this.play.textContent = text;
+    this.again.hidden = text !== "Go on";
   }
 
   /** The main button: pause, go on, or play the same sessions again, with the cap where it is. */
@@ -262,6 +287,7 @@ class Rollouts {
   async run() {
     this.playing = true;
     this.play.textContent = "Pause";
+    [this.about.hidden, this.again.hidden] = [true, false];
     fill(this.trouble);
     if (this.running) return; // after a short pause the last second may still be on its way: its loop goes on
     this.running = true;
@@ -305,14 +331,14 @@ class Rollouts {
     this.rank({ ...YOU, ...mine }, ...(ghost ? [ghost] : []));
     const called = target.called ?? target.label;
     const verdict = score === other ? `You are level with ${called}, with ${score}` : mine.score > target.score ? `You beat ${called} (${other}) with ${score}` : `Not yet: ${called} has ${other}, you finish with ${score}`;
-    const share = el("button", { type: "button", class: "main", text: `Challenge a friend: beat my ${score}` });
+    const share = el("button", { type: "button", text: `Challenge a friend: beat my ${score}` });
     share.addEventListener("click", () => copy(new URL(address.link("rollouts", params), location.href).href, share));
     const nothing = ({ columns }) => compact(wasted(columns, this.least)), hits = ({ columns }) => percent(hitRate(columns, 0) ?? 0);
-    this.lead.textContent = "";
     const said = `${verdict}, after ${mine.caps.length} seconds.`, advice = nextTime(mine.columns);
-    this.goal.hidden = true; // the verdict takes its place
+    this.goal.hidden = this.about.hidden = this.lead.hidden = true; // the verdict takes their place
+    fill(this.onward, share);
     fill(this.out, el("h2", { text: said }),
-      el("p", { text: `You found ${hits(mine)} of the prompt tokens in the cache and computed ${nothing(mine)} for nothing; ${called} ${hits(target)} and ${nothing(target)}.` }), advice && el("p", {}, el("strong", { text: "Next time: " }), advice), el("div", { class: "buttons" }, share));
+      el("p", { text: `You found ${hits(mine)} of the prompt tokens in the cache and computed ${nothing(mine)} for nothing; ${called} ${hits(target)} and ${nothing(target)}.` }), advice && el("p", {}, el("strong", { text: "Next time: " }), advice));
     announce(this.out.textContent);
   }
 }

@@ -12,7 +12,7 @@ import { Strip } from "./strip.js";
 const BASELINES = {
   fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
   best_constant: { label: "Best constant", colour: "ink" },
-  best_own_precision: { label: "Best constant in your precision", colour: "ink", dash: [6, 3] },
+  best_own_precision: { label: "Best constant in your precision", colour: "hpa" },
 };
 const UNFINISHED = 0.01; // share of requests beyond which a 99th percentile is named after those that it is of
 const UNCHECKED = ["hill_climb", "random", "naive", "vllm_defaults"]; // the last is the baseline until the visitor sets another
