@@ -18,9 +18,10 @@ from agents.episodes import EpisodeResults, run_episodes
 from agents.protocol import Agent, FloatArray
 from agents.registry import AGENTS, make_agent
 from agents.seeds import HELD_OUT_SEEDS
+from env.families import serving_task
 from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS
-from inferencegym.tasks import TaskId, TaskSpec, get_task
+from inferencegym.tasks import TaskId, TaskSpec
 
 REFERENCES: Final = ("best_static", "best_adaptive")
 """Solved policies that regret is measured against, in addition to the agents asked for."""
@@ -96,7 +97,7 @@ def evaluate(
 
     ``play`` are further arguments of :func:`agents.episodes.run_episodes`.
     """
-    task = task if isinstance(task, TaskSpec) else get_task(task)
+    task = task if isinstance(task, TaskSpec) else serving_task(task)
     chosen = make_agent(agent, task) if isinstance(agent, str) else agent
     label = name or (agent if isinstance(agent, str) else type(agent).__name__)
     return evaluation_of(label, run_episodes(task, chosen, seeds, **play))

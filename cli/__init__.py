@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from inferencegym.tasks import TaskId, TaskSpec
+from typing import Final
 
 MAX_SEEDS: Final = 100_000
 
@@ -23,22 +20,3 @@ def seed_count(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def serving_task(task_id: TaskId) -> TaskSpec:
-    """The serving task with this id. Raises InvalidConfigError for another family's task, with what can play it."""
-    from env.families import FAMILIES, SERVING
-    from inferencegym.errors import InvalidConfigError
-    from inferencegym.tasks import get_task
-    from inferencegym.vector_env import registered_id
-
-    for family in FAMILIES.values():
-        gym_ids = {str(task.task_id): task.gym_id for task in family.tasks()}
-        if family.name != SERVING and (gym_id := gym_ids.get(str(task_id))):
-            raise InvalidConfigError(
-                f"{task_id} is a task of the environment {family.name}, which this command does not play: score its "
-                f"policies with `inferencegym evaluate --task {task_id}`, and train on {registered_id(gym_id)} in "
-                "Gymnasium",
-                "task_id",
-            )
-    return get_task(task_id)

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli import serving_task
-
 if TYPE_CHECKING:
     from agents.search.solver import Progress
 
@@ -38,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from agents.search.calibration import CalibrationFiles, calibrate, calibrate_scaling
     from agents.search.solver import QUICK, Budget
     from cli.figures import progress_line
+    from env.families import serving_task
     from inferencegym.tasks import list_tasks
 
     tasks = [serving_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)

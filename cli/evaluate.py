@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli import seed_count, serving_task
+from cli import seed_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,6 +121,7 @@ def _compare_on_workers(task_id: Any, names: list[str], seeds: Sequence[int], wo
     """Scores of agents on a serving task, each played by a Ray worker."""
     from agents.evaluate import compare
     from agents.integrations.ray_workers import Job
+    from env.families import serving_task
 
     task = serving_task(task_id)
     return compare(
@@ -135,6 +136,7 @@ def _compare_in_reference(task_id: Any, names: list[str], args: argparse.Namespa
 
     from agents.evaluate import Evaluation, compare, evaluate
     from agents.seeds import held_out_seeds
+    from env.families import serving_task
     from env.reference import ReferenceFleet
 
     task, seeds = serving_task(task_id), held_out_seeds(args.seeds)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = actions.add_parser("add", help="replay submissions and add them", epilog=EPILOG)
     add.add_argument("board", metavar="BOARD", type=Path, help="leaderboard file; created if it does not exist")
     add.add_argument("submissions", metavar="SUBMISSION", nargs="*", type=Path, help="logs, or lines of another board")
-    add.add_argument("--agent", help="agent name for episode logs")
+    add.add_argument("--agent", help="agent's name on the board: needed for logs; with --play, the agent as given")
     add.add_argument(
         "--play",
         metavar="AGENT",
@@ -67,7 +67,8 @@ def _add(args: argparse.Namespace) -> int:
             if submission.key in known:
                 family, task, agent, seed = submission.key
                 raise DataFormatError(
-                    f"{place}: {agent!r} already has {family} task {task}, seed {seed}: give the agent another name"
+                    f"{place}: {agent!r} already has {family} task {task}, seed {seed}: give the agent another name "
+                    "with --agent"
                 )
             known.add(submission.key)
             new.append(submission)
@@ -95,7 +96,7 @@ def _submitted(args: argparse.Namespace) -> Iterator[tuple[str, Submission]]:
                 raise DataFormatError(f"{place}: {error}") from error
             yield place, checked
     for agent in args.play:
-        for submission in _played(agent, args.task or ["1", "2", "3"], args.seeds):
+        for submission in _played(agent, args.agent or agent, args.task or ["1", "2", "3"], args.seeds):
             yield agent, submission
 
 
@@ -124,8 +125,8 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
         )
 
 
-def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[Submission]:
-    """Episodes of a built-in agent or of one of the user's own, scored by replay."""
+def _played(agent_name: str, listed: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[Submission]:
+    """Episodes of a built-in agent or of one of the user's own, scored by replay, under the name ``listed``."""
     from agents.families import run_policy
     from agents.registry import load_own_agents
     from agents.seeds import held_out_seeds
@@ -141,7 +142,7 @@ def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[
             env = run_policy(family, agent_name, task_id, seed)[0]
             score = replayed_score(family, env.task_id, seed, env.actions)
             here = simulator(family, env.task_id)
-            yield Submission(family.name, env.task_id, checked_name(agent_name), seed, score, here, env.actions)
+            yield Submission(family.name, env.task_id, checked_name(listed), seed, score, here, env.actions)
 
 
 def _append(board: Path, new: Sequence[Submission]) -> None:

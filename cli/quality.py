@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from cli import seed_count, serving_task
+from cli import seed_count
 from inferencegym.errors import InvalidConfigError, refusal
 
 
@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_tasks(args: argparse.Namespace) -> int:
     from agents.quality import quality, text
+    from env.families import serving_task
     from inferencegym.tasks import list_tasks
 
     tasks = list_tasks(include_recorded=True) if args.task == ["all"] else [serving_task(task) for task in args.task]

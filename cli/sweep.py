@@ -11,7 +11,8 @@ from agents.evaluate import agents_for, interval
 from agents.integrations.ray_workers import Job, evaluate_jobs, sweep_table
 from agents.registry import load_own_agents
 from agents.seeds import held_out_seeds
-from cli import seed_count, serving_task
+from cli import seed_count
+from env.families import serving_task
 from inferencegym.files import require_writable, write_text
 from inferencegym.tasks import list_tasks
 

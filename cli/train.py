@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from cli import serving_task
 from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.files import make_folder
 from inferencegym.installation import install_hint
@@ -43,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Train a policy and print the result."""
     if args.envs is not None and args.envs < 1:
         raise refusal("--envs", args.envs, "at least 1")
+    from env.families import serving_task
+
     task = serving_task(args.task)
     try:
         from agents.ppo_demo import OBSERVATION, local_envs, rise, settings_for, train

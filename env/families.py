@@ -14,9 +14,10 @@ from env.family import Family
 from env.rollouts import family as rollouts
 from env.serving import family as serving
 from env.traffic import family as traffic
-from inferencegym.errors import DataFormatError, UnknownTaskError, did_you_mean, short_repr
+from inferencegym.errors import DataFormatError, InvalidConfigError, UnknownTaskError, did_you_mean, short_repr
 from inferencegym.plugins import plugins
-from inferencegym.tasks import TaskId
+from inferencegym.tasks import TaskId, TaskSpec, get_task
+from inferencegym.vector_env import registered_id
 
 SERVING: Final = serving.NAME
 TRAFFIC: Final = traffic.NAME
@@ -56,3 +57,16 @@ def family_of(task_id: TaskId, named: str | None = None) -> Family:
         known += ids
     advice = did_you_mean(task_id, known, f"valid ids are {', '.join(known)}")
     raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: {advice}")
+
+
+def serving_task(task_id: TaskId) -> TaskSpec:
+    """The serving task of this id. Raises InvalidConfigError for another family's task, with what plays it."""
+    for family in FAMILIES.values():
+        gym_ids = {str(task.task_id): task.gym_id for task in family.tasks()}
+        if family.name != SERVING and (gym_id := gym_ids.get(str(task_id))):
+            raise InvalidConfigError(
+                f"{task_id} is a task of the environment {family.name}, which is not played here: score its policies "
+                f"with `inferencegym evaluate --task {task_id}`, and train on {registered_id(gym_id)} in Gymnasium",
+                "task_id",
+            )
+    return get_task(task_id)

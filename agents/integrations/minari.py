@@ -23,9 +23,10 @@ from agents.evaluate import Decide, bracketed_score, compare, gym_scores, interv
 from agents.protocol import knobs_of
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
-from inferencegym.errors import InvalidConfigError
+from env.families import serving_task
+from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.spaces.formats import action_codec_of
-from inferencegym.tasks import TaskId, get_calibration, get_task
+from inferencegym.tasks import TaskId, get_calibration
 from inferencegym.vector_env import registered_id
 
 
@@ -44,7 +45,7 @@ def record(dataset_id: str, task_id: TaskId, agent: str, seeds: Sequence[int], *
             f"there is a data set {dataset_id}: choose another id, or delete it with `minari delete {dataset_id}`",
             "dataset_id",
         )
-    task = get_task(task_id)
+    task = serving_task(task_id)
     env: Any = gymnasium.make("inferencegym.gym:" + registered_id(task.gym_id, version=2), **settings)
     codec = action_codec_of(env.spec.kwargs["action"], task, get_calibration(task.task_id))
     player, episodes = make_agent(agent, task), []
@@ -114,9 +115,12 @@ def main() -> None:
     parser.add_argument("--id", help="id of the data set (default: made of task and agent)")
     parser.add_argument("--hold", type=int, default=5, help="seconds of a step (default: 5)")
     args = parser.parse_args()
-    task = get_task(args.task)
-    dataset_id = args.id or f"inferencegym/{task.gym_id.lower()}/{args.agent.replace('_', '-')}-v0"
-    dataset = record(dataset_id, task.task_id, args.agent, TRAINING_SEEDS, hold=args.hold)
+    try:
+        task = serving_task(args.task)
+        dataset_id = args.id or f"inferencegym/{task.gym_id.lower()}/{args.agent.replace('_', '-')}-v0"
+        dataset = record(dataset_id, task.task_id, args.agent, TRAINING_SEEDS, hold=args.hold)
+    except InferenceGymError as error:
+        parser.error(str(error))
     lines = [f"{dataset_id}: {dataset.total_episodes} episodes, {dataset.total_steps} steps"]
     cloned = gym_scores(dataset.env_spec.id, clone(dataset), hold=args.hold)
     scores = {"cloned": interval(cloned).to_dict()}

@@ -58,6 +58,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in board.read_text(encoding="utf-8").splitlines()]
 
 
+def test_a_played_agent_is_listed_under_the_name_that_it_is_given(
+    made: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = write(tmp_path / "board.jsonl", made)
+    again = ["leaderboard", "add", board, "--play", "naive", "--task", "1", "--seeds", "2"]
+    assert main(again) == 2
+    assert "give the agent another name with --agent" in capsys.readouterr().err
+    assert main([*again, "--agent", "naive, again"]) == 0
+    _, report = checked(board, capsys)
+    assert [one["agent"] for one in report["tasks"][0]["standings"]] == ["heuristic", "naive", "naive, again"]
+
+
 def write(path: Path, lines: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return str(path)
