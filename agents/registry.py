@@ -119,10 +119,10 @@ def _class_of(module: ModuleType, name: str, spec: str) -> type[Agent]:
     found = getattr(module, name, None)
     if not isinstance(found, type) or not _is_agent(found):
         there = [each for each, value in vars(module).items() if isinstance(value, type) and _is_agent(value)]
-        what = "has no class" if found is None else "has something else than an agent's class as"
+        what = f"{module.__name__} has no {name}" if found is None else f"{name} is no agent"
         raise InvalidConfigError(
-            f"agent {spec!r}: {module.__name__} {what} {name}; an agent is a class with the methods reset(n_rows) and "
-            f"act(observation), of which it has {', '.join(there) or 'none'}"
+            f"agent {spec!r}: {what}; an agent is a class with the methods reset(n_rows) and act(observation), and "
+            f"{module.__name__} has {', '.join(there) or 'none'}"
         )
     return found
 

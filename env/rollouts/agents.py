@@ -137,7 +137,7 @@ def make_controller(name: str) -> Callable[[Seen], int]:
     if name not in _MAKERS:
         raise InvalidConfigError(
             f"policy {name!r} does not control rollouts: one of {', '.join(_MAKERS)}, or constant:N with N from 1 to "
-            f"{MAX_SESSIONS}"
+            f"{MAX_SESSIONS}; gym_scores of inferencegym.learning scores a policy of your own"
         )
     return _MAKERS[name]()
 

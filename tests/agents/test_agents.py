@@ -685,8 +685,8 @@ def test_an_agent_of_ones_own_is_evaluated_beside_the_others(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("my_lab.agents:NoAgent", "Still, Plain"),
-        ("my_lab.agents:Nobody", "Still, Plain"),
+        ("my_lab.agents:NoAgent", "NoAgent is no agent"),
+        ("my_lab.agents:Nobody", "my_lab.agents has Still, Plain"),
         ("my_lab.elsewhere:Still", "my_lab.elsewhere"),
         ("nowhere:Still", "package.module:Class"),
         ("my_lab.broken:Still", "ZeroDivisionError"),
