@@ -33,6 +33,7 @@ USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("arrived_at", "arrival", "request_start_time", "request_start_ns", "start_time_s", "start_time_ms"),
         *("start_time", "started_at", "start", "received_at", "received", "msec", "time_iso8601", "time_local"),
         *("request_time", "request_time_ms", "request_timestamp", "timestamp_s", "timestamp_ms"),
+        *("time_s", "time_ms"),
         *("timestamp_us", "timestamp_ns", "timestamp", "time", "ts", "datetime", "date", "created_at", "created", "t"),
         *("start_time_unix_nano", "request_created_at"),
     ),

@@ -247,6 +247,11 @@ def test_columns_of_other_names_are_named_with_a_unit(tmp_path: Path) -> None:
         assert bad.value.field == "columns"
 
 
+def test_a_time_with_its_unit_in_brackets_is_found(tmp_path: Path) -> None:
+    (tmp_path / "log.tsv").write_text("Time (ms)\tPrompt Tokens\tGenerated Tokens\n0\t5\t5\n1500\t5\t5\n")
+    assert import_log(tmp_path / "log.tsv").log.arrival_s[-1] == 1.5
+
+
 def test_a_day_is_never_taken_for_a_month(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("time,prompt,output\n03.04.2025 10:00,5,5\n13.04.2025 10:00,5,5\n")
     with pytest.raises(DataFormatError) as refused:
