@@ -17,7 +17,6 @@ from env.traffic import family as traffic
 from inferencegym.errors import DataFormatError, InvalidConfigError, UnknownTaskError, did_you_mean, short_repr
 from inferencegym.plugins import plugins
 from inferencegym.tasks import TaskId, TaskSpec, get_task
-from inferencegym.vector_env import registered_id
 
 SERVING: Final = serving.NAME
 TRAFFIC: Final = traffic.NAME
@@ -64,6 +63,8 @@ def serving_task(task_id: TaskId) -> TaskSpec:
     for family in FAMILIES.values():
         gym_ids = {str(task.task_id): task.gym_id for task in family.tasks()}
         if family.name != SERVING and (gym_id := gym_ids.get(str(task_id))):
+            from inferencegym.vector_env import registered_id  # imports Gymnasium, which a server does without
+
             raise InvalidConfigError(
                 f"{task_id} is a task of the environment {family.name}, which is not played here: score its policies "
                 f"with `inferencegym evaluate --task {task_id}`, and train on {registered_id(gym_id)} in Gymnasium",
