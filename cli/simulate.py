@@ -145,8 +145,6 @@ def run(args: argparse.Namespace) -> int:
     imported = read()
     if imported is not None and not args.json:
         print_log(args.trace, imported)
-    if not args.json:
-        print(f"{usual_name(str(tables.meta['model']))} on {tables.meta['hardware']}, replicas: {args.gpus}")
     serve = _server(args, None if imported is None else imported.log, tables)
     if args.sweep is not None:
         return _sweep(args, objectives, serve)
@@ -160,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from ops.report import plain
 
+    print(f"{usual_name(str(tables.meta['model']))} on {tables.meta['hardware']}, replicas: {args.gpus}")
     if served.refused:
         print(served.refused)
     width = max(map(len, result))
