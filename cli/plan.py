@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +112,10 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.files import require_matplotlib, require_writable
     from ops.export import chosen_file, engine_files
     from ops.objectives import parse_objective
-    from ops.plan import MAX_GPUS, make_plan, registered_tables, tables_of_files
+    from ops.plan import MAX_GPUS, make_plan, tables_for, tables_of_files
     from ops.prices import load_prices
     from ops.report import plan_figure, plan_report, write_page, write_picture
-    from simulator.hardware.catalogue import models, precisions_named, usual_name
+    from simulator.hardware.catalogue import precisions_named
 
     if args.sessions:
         return _plan_sessions(args)
@@ -141,18 +142,12 @@ def run(args: argparse.Namespace) -> int:
     hardware = names(args.hardware)
     tables = tables_of_files(args.table or ())
     prices = load_prices(args.prices, [str(t.meta["hardware"]) for t in tables.values()]) if args.prices else None
-    imported = None
+    log = cache(lambda: read_log(args.trace, args))
     if hardware is not None or not tables:
         hardware = None if hardware is None or "all" in hardware else hardware
-        try:
-            tables |= registered_tables(hardware, args.model)
-        except InvalidConfigError as error:
-            imported = read_log(args.trace, args) if error.field == "model" and args.model is None else None
-            if imported is None or usual_name(imported.model or "") not in models():
-                raise
-            args.model = imported.model
-            tables |= registered_tables(hardware, args.model)
-    imported = imported or read_log(args.trace, args)
+        chosen, args.model = tables_for(hardware, args.model, lambda: log().model)
+        tables |= chosen
+    imported = log()
     if not args.json:
         print_log(args.trace, imported)
     with progress_line("searching") as progress:

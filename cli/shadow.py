@@ -135,7 +135,6 @@ def agent_names(text: str) -> list[str]:
 
 _VLLM_NAMES: Final = {
     "max_num_seqs": "batch_size",
-    "gpu_memory_utilization": "kv_budget",
     "num_speculative_tokens": "spec_length",
     "quantization": "quant_tier",
     "dtype": "quant_tier",
@@ -151,6 +150,11 @@ def _baseline(text: str, tables: ServingTables, precision: str | None) -> dict[s
     for name in fixed:
         if (knob := _VLLM_NAMES.get(name.lower().replace("-", "_"))) is not None:
             raise InvalidConfigError(f"--baseline: unknown field {name}: did you mean {knob}?")
+        if name.lower().replace("-", "_") == "gpu_memory_utilization":
+            raise InvalidConfigError(
+                f"--baseline: unknown field {name}: leave it out for vLLM's own default, or give kv_budget, which is "
+                "not the share of the memory but of the KV pool that fits into it"
+            )
     if isinstance(tier := fixed.get("quant_tier"), str):
         if tier.upper() not in tables.tiers:
             known = ", ".join(tables.tiers)

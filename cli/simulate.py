@@ -145,9 +145,13 @@ def run(args: argparse.Namespace) -> int:
     imported = read()
     if imported is not None and not args.json:
         print_log(args.trace, imported)
+    played = (
+        f"{usual_name(str(tables.meta['model']))} on {tables.meta['hardware']}, replicas: {args.gpus}; latencies as "
+        "simulated (`plan` corrects them by measurements)"
+    )
     serve = _server(args, None if imported is None else imported.log, tables)
     if args.sweep is not None:
-        return _sweep(args, objectives, serve)
+        return _sweep(args, objectives, serve, played)
     served = serve(None)
     result = served.figures()
     verdicts = _verdicts(objectives, result)
@@ -158,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from ops.report import plain
 
-    print(f"{usual_name(str(tables.meta['model']))} on {tables.meta['hardware']}, replicas: {args.gpus}")
+    print(played)
     if served.refused:
         print(served.refused)
     width = max(map(len, result))
@@ -280,7 +284,7 @@ def sweep_rates(text: str) -> list[float]:
     return [low * (high / low) ** (i / (points - 1)) for i in range(points)]
 
 
-def _sweep(args: argparse.Namespace, objectives: list[Objective], serve: Any) -> int:
+def _sweep(args: argparse.Namespace, objectives: list[Objective], serve: Any, played: str) -> int:
     from cli.figures import print_table, write_table
     from ops.objectives import margin
     from ops.report import curve_figure, write_picture
@@ -295,6 +299,7 @@ def _sweep(args: argparse.Namespace, objectives: list[Objective], serve: Any) ->
         print(json.dumps({"sweep": rows, "objectives": args.objective, "highest_qps_within_objectives": best}))
     else:
         columns = (*CURVE, *(("objectives_met",) if objectives else ()))
+        print(played)
         print_table(columns, [[row[name] for name in columns] for row in rows])
         if objectives:
             said = "no rate of this sweep" if best is None else f"{best:g} requests per second and less"

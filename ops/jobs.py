@@ -22,7 +22,7 @@ from ops.export import engine_files, settings_of, written
 from ops.log.names import file_name
 from ops.log.reader import Imported, import_log
 from ops.objectives import parse_objective
-from ops.plan import make_plan, registered_tables
+from ops.plan import make_plan, tables_for
 from ops.prices import read_prices
 from ops.report import notes, precision_note, table_notes
 from ops.scaling import WITHIN_MISSES, scaling_note
@@ -72,7 +72,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
 def plan_job(request: Request) -> dict[str, Any]:
     """Plans for the log's text, notes on them, and the first plan's settings for engines."""
     imported = log_of(request)
-    tables = registered_tables(request.get("hardware"), request.get("model"))
+    tables, model = tables_for(request.get("hardware"), request.get("model"), lambda: imported.model)
     report = make_plan(
         imported.log,
         [parse_objective(text) for text in request["objectives"]],
@@ -80,18 +80,18 @@ def plan_job(request: Request) -> dict[str, Any]:
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
         share_met=request.get("share_met"),
         windows_met=request.get("windows_met"),
-        precisions=request.get("precisions") or precisions_named(request.get("model")),
+        precisions=request.get("precisions") or precisions_named(model),
         drafts=request.get("drafts", False),
         disagg=request.get("disagg", True),
         kv_cache_fp8=request.get("kv_cache_dtype") == "fp8",
         replicas_min=request.get("replicas_min", 1),
         router=request.get("router", "shared"),
     )
-    first, model = report.plans[0] if report.plans else None, request.get("model") or imported.model
+    first = report.plans[0] if report.plans else None
     return {
         **report.to_dict(),
         **_told(imported, notes(report)),
-        "export": {} if first is None else engine_files(first, tables[first.hardware], report, model),
+        "export": {} if first is None else engine_files(first, tables[first.hardware], report, model or imported.model),
     }
 
 

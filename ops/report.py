@@ -498,7 +498,8 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
         *(f"{o.policy}: {_shadow_setting(o.action, tables)}" for o in report.outcomes if o.action),
         "KV is the share of the KV pool that the setting uses; vLLM's own default comes to about 1.",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
-        f"Simulated: {usual_name(str(tables.meta['model']))} on {report.hardware}, table {report.table_sha256[:12]}. "
+        f"Simulated: {usual_name(str(tables.meta['model']))} on {report.hardware}, table {report.table_sha256[:12]}; "
+        "latencies are not corrected by measurements, as those of `plan` are.",
         f"Support by measurements of the seconds of {best.policy}: {shares}.",
         *table_notes(tables),
     ]

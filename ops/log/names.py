@@ -155,6 +155,15 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
         names.update(arrival=times[0]) if times else None
     elif given is None or "duration" not in given.names:
         names.pop("duration", None)
+    given_names = {} if given is None else given.names
+    ended = any(plain(name.rpartition(".")[2]) in ENDS for name in times)
+    if "duration" in given_names and "arrival" not in given_names and not ended:
+        at = short_text(names.get("arrival", "COLUMN"))
+        raise source.wrong(
+            f"duration={short_text(names['duration'])} counts only beside the time of the end of requests: name its "
+            f"column too, such as arrival={at}, or leave duration out",
+            names["duration"],
+        )
     missing = [q for q in REQUIRED if q not in names]
     if missing and any(_VLLM_LINE.match(name) for name in there):
         raise source.wrong(

@@ -43,9 +43,7 @@ class PlanRequest(LogRequest):
     ] = None
     model: Annotated[
         Annotated[str, Field(min_length=1, max_length=200)] | None,
-        Field(
-            description="model to serve, such as llama-3.1-8b; required if the hardware has tables of several models"
-        ),
+        Field(description="model to serve, such as llama-3.1-8b (default: the log's, or the only one of the hardware)"),
     ] = None
     hardware: Annotated[
         Annotated[list[Literal[*hardware_names()]], Field(min_length=1)] | None,  # type: ignore[valid-type]
@@ -69,7 +67,8 @@ class PlanRequest(LogRequest):
 
     def check(self) -> None:
         super().check()
-        tables_named(self.hardware, self.model)
+        if self.model is not None:
+            tables_named(self.hardware, self.model)
 
 
 class PlanRoutes(LogRoutes):

@@ -50,6 +50,14 @@ def test_an_uploaded_log_is_read_by_the_rules_of_the_command_line() -> None:
     assert (answer["log"]["requests"], answer["read"]["skipped"]) == (2, {"failed": 1, "cannot be read": 1})
 
 
+def test_a_plan_takes_the_model_that_the_log_names() -> None:
+    job = {"log": HEADER.replace("\n", ",model\n") + "0,200,50,meta-llama/Llama-3.1-8B-Instruct\n" * 30}
+    status, answer = respond("plan", {**job, "objectives": ["ttft_p99=5000"], "hardware": ["h100"]})
+    assert (status, answer["model"]) == (0, "llama-3.1-8b")
+    status, error = respond("plan", {"log": FEW, "objectives": ["ttft_p99=5000"], "hardware": ["h100"]})
+    assert (status, error["field"]) == (2, "model")
+
+
 def test_notes_of_an_answer_name_fields_of_the_request_and_not_options() -> None:
     rows = "".join(f"{i},200,50,{i // 2},{200 if i else 500}\n" for i in range(40))
     job = {"log": "arrival_s,prompt_tokens,output_tokens,request_id,status\n" + rows}

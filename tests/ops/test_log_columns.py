@@ -498,6 +498,15 @@ def test_a_time_of_the_end_tells_arrivals_with_a_latency_in_its_unit(tmp_path: P
     assert import_log(tmp_path / "log.jsonl").columns["arrival"] == "start_time (epoch s)"
 
 
+def test_a_duration_that_the_user_names_is_never_ignored(tmp_path: Path) -> None:
+    rows = [{"ts": 1.7e9 + i, "took_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5} for i in range(20)]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    with pytest.raises(DataFormatError, match=r"duration=took_ms counts only .* such as arrival=ts, or leave"):
+        import_log(tmp_path / "log.jsonl", columns="duration=took_ms:ms")
+    late = import_log(tmp_path / "log.jsonl", columns="arrival=ts,duration=took_ms:ms")
+    assert late.columns["duration"] == "took_ms"
+
+
 def test_durations_are_never_taken_for_arrivals(tmp_path: Path) -> None:
     took = np.random.default_rng(0).uniform(0.5, 9.0, 40).round(3).tolist()
     with pytest.raises(DataFormatError, match=r"time holds numbers from .* in no order, which may be how long"):

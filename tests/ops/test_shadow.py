@@ -399,7 +399,7 @@ def test_a_report_names_settings_in_words_and_the_table_by_its_hardware() -> Non
     report = shadow(flood(20), [], fixed=fixed, n_gpus=2)
     lines = shadow_report(report, load_tables()).lines
     assert lines[0] == "fixed: INT8, batch 64, 2 drafts, KV 0.912, separate prefill"
-    assert lines[-1].startswith("Simulated: llama-3.1-8b on a100-40gb, table ")
+    assert lines[-2].startswith("Simulated: llama-3.1-8b on a100-40gb, table ")
 
 
 def test_the_page_is_whole_by_itself(report: ShadowReport, tmp_path: Path) -> None:

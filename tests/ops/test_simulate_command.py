@@ -294,7 +294,9 @@ def test_a_model_and_a_card_choose_a_table_and_the_others_are_named(capsys: Capt
         assert main([*load, "--hardware", table]) == 0
         assert capsys.readouterr().out == told.out
     assert len(set(found.values())) == 5
-    assert said(capsys, "--qps", "2", "--requests", "5").startswith("llama-3.1-8b on a100-40gb, replicas: 1\n")
+    assert said(capsys, "--qps", "2", "--requests", "5").startswith(
+        "llama-3.1-8b on a100-40gb, replicas: 1; latencies as simulated"
+    )
     fp8 = said(capsys, "--hardware", "b200", "--model", "Qwen/Qwen3-32B-FP8", *load[1:])
     assert fp8 == said(capsys, "--hardware", "b200-qwen3-32b", "--quant", "FP8", *load[1:])
     assert fp8 != said(capsys, "--hardware", "b200-qwen3-32b", *load[1:])
