@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
     """Train a policy and print the result."""
     if args.envs is not None and args.envs < 1:
         raise refusal("--envs", args.envs, "at least 1")
-    from env.families import serving_task
-
-    task = serving_task(args.task)
     try:
         from agents.ppo_demo import OBSERVATION, local_envs, rise, settings_for, train
     except ModuleNotFoundError as error:
         raise InvalidConfigError(f"{install_hint(error) or error} (in a clone: make rl)") from error
+    from env.families import serving_task
+
+    task = serving_task(args.task)
     if (args.out / "episodes.csv").exists() and not (args.resume or args.force):
         raise InvalidConfigError(
             f"{args.out} holds a run already: continue it with --resume, overwrite it with --force, or choose another "

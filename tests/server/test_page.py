@@ -378,8 +378,8 @@ OBEY = """
         ("autoscale", 20261128, 0.85),
         ("autoscale-azure", 20261126, 0.5),
         ("fleet-mix", 20261202, 0.3),
-        ("2", 5, 0.2),
-        ("3", 5, 0.2),
+        ("2", 5, 0.1),
+        ("3", 5, 0.1),
     ],
 )
 def test_a_visitor_who_obeys_every_hint_beats_the_score_to_beat_and_one_who_moves_nothing(
