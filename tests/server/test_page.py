@@ -818,7 +818,7 @@ def test_a_result_names_one_slider_to_move_and_is_shared_with_the_link(visit: Vi
     assert f"I scored {score:.3f} at running an LLM fleet" in shared
     assert re.search("[🟩🟨🟥]{10}", shared)
     assert page.url in shared
-    assert "🟥 half or more late" in shared
+    assert "🟨 more than half, 🟥 less" in shared
     expect(page.locator(".copied")).to_contain_text(page.url)
 
 

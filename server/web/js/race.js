@@ -315,7 +315,7 @@ class Race {
     const kind = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : this.task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt. " : "";
     const { floods: known } = this.task;
     const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : this.task.max_replicas ? `${MOVE_REPLICAS} Late requests can cost the whole score.` : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
-    const replicas = this.task.n_replicas, untouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
+    const replicas = this.task.n_replicas, untouched = this.isUntouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
     const scores = untouched ? `Touch nothing and you score ${shownScore(episode.score)} on ${traffic}.` : `${called[0].toUpperCase()}${called.slice(1)} ${this.shared ? "scored" : "scores"} this on ${traffic}.`;
     this.introduction = `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}${this.task.max_replicas ? " at first" : ""}. ${scores} ${kind}${bands}`;
     const row = (player) => {
@@ -783,11 +783,11 @@ class Race {
     const url = new URL(address.link("race", params), location.href).href;
     const share = el("button", { type: "button", text: "Challenge a friend" }), copied = el("small", { class: "copied", hidden: true });
     share.addEventListener("click", () => {
-      copied.textContent = `I scored ${score} at running an LLM fleet, against the ${toBeat} of ${this.shared ? "my challenger" : called}.\n${this.squares()} (a tenth of the race each; 🟩 at least 90% in time, 🟥 half or more late)\nBeat me on the same traffic: ${url}`;
+      copied.textContent = `I scored ${score} at running an LLM fleet, against the ${toBeat} of ${this.shared ? "my challenger" : called}.\n${this.squares()} (a tenth of the race each; 🟩 90% or more in time, 🟨 more than half, 🟥 less)\nBeat me on the same traffic: ${url}`;
       copied.hidden = false;
       copy(copied.textContent, share);
     });
-    const onward = won && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.called}, ${shownScore(next.score)}`, on: { click: () => this.raceAgainst(next.key) } }) : null;
+    const onward = (won || (score === toBeat && !this.isUntouched)) && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.called}, ${shownScore(next.score)}`, on: { click: () => this.raceAgainst(next.key) } }) : null;
     const advice = el("p");
     this.advise(grade).then((text) => text && fill(advice, el("strong", { text: "Next time: " }), text), () => {}); // what cannot be checked is not advised
     this.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : score === toBeat ? "level" : ""}`;
