@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from agents.episodes import EpisodeResults, run_episodes
 from agents.protocol import Agent, FloatArray
-from agents.registry import AGENTS, make_agent
+from agents.registry import AGENTS, load_own_agents, make_agent
 from agents.seeds import HELD_OUT_SEEDS
 from env.families import serving_task
 from inferencegym.errors import InferenceGymError, InvalidConfigError
@@ -93,11 +93,15 @@ class Evaluation:
 def evaluate(
     agent: str | Agent, task: TaskSpec | TaskId, seeds: Sequence[int] = HELD_OUT_SEEDS, name: str = "", **play: Any
 ) -> Evaluation:
-    """Evaluate an agent (an object or a registered name) on a task or its id, one episode per seed.
+    """Evaluate an agent on a task or its id, one episode per seed.
+
+    The agent is an object, a registered name, or the name of a class of your own, ``package.module:Class``.
 
     ``play`` are further arguments of :func:`agents.episodes.run_episodes`.
     """
     task = task if isinstance(task, TaskSpec) else serving_task(task)
+    if isinstance(agent, str):
+        load_own_agents([agent])
     chosen = make_agent(agent, task) if isinstance(agent, str) else agent
     label = name or (agent if isinstance(agent, str) else type(agent).__name__)
     return evaluation_of(label, run_episodes(task, chosen, seeds, **play))

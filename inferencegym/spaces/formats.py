@@ -212,7 +212,7 @@ class ChoicesCodec:
         """Knobs (B, 5) or (B, 6) for actions (B,)."""
         chosen = np.asarray(actions)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or ((chosen < 0) | (chosen >= len(self._rows))).any():
-            raise InvalidActionError("action", actions, f"an integer from 0 to below {len(self._rows)}")
+            raise InvalidActionError("action", actions, f"for each row an integer from 0 to below {len(self._rows)}")
         knobs: FloatArray = self._rows[chosen]
         return knobs
 

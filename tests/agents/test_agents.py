@@ -682,6 +682,12 @@ def test_an_agent_of_ones_own_is_evaluated_beside_the_others(capsys: pytest.Capt
     assert mine["scores"] == theirs["scores"]
 
 
+@pytest.mark.usefixtures("own_folder")
+def test_python_evaluates_an_agent_of_ones_own_by_the_name_that_the_command_takes() -> None:
+    twin = evaluate('constant:{"batch_size": 64}', 3, range(2))
+    assert evaluate("my_lab.agents:Still", 3, range(2)).scores.tolist() == twin.scores.tolist()
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
