@@ -46,11 +46,11 @@ def chosen_tables(
     """The table that was chosen, or the default, with this KV cache.
 
     Where the options leave several models, that of the log counts, and becomes ``args.model``. Of several tables of the
-    hardware and the model the first is taken, and a line says so.
+    hardware and the model the first is taken, and a line says so. Raises :class:`InvalidConfigError` if there is none.
     """
     from inferencegym.errors import InvalidConfigError, short_text
     from inferencegym.tasks import table_index
-    from simulator.hardware.catalogue import models, table_path, tables_named, usual_name
+    from simulator.hardware.catalogue import table_path, tables_of_log
     from simulator.hardware.sources import with_fp8_kv
     from simulator.hardware.tables import load_tables
 
@@ -59,15 +59,12 @@ def chosen_tables(
     path, hardware = args.table, [args.hardware] if args.hardware else None
     if path is None:
         try:
-            found = tables_named(hardware, args.model)
-        except InvalidConfigError as error:
-            named = log_model() if error.field == "model" and args.model is None else None
-            known = named is not None and usual_name(named) in models()
-            if not known and hardware:
+            found, args.model = tables_of_log(hardware, args.model, log_model)
+        except InvalidConfigError:
+            if hardware or args.model:
                 raise
-            args.model = named if known else None
-            found = tables_named(hardware, named) if known else tuple(table_index())[:1]
-            if named and not known:
+            found = tuple(table_index())[:1]
+            if named := log_model():
                 print(f"no table of the log's model {short_text(named)}: playing on {found[0]}", file=sys.stderr)
         path = table_path(found[0])
         if found[1:]:

@@ -55,7 +55,7 @@ from ops.objectives import ALWAYS, Objective, margin
 from ops.played import check_router
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
-from simulator.hardware.catalogue import models, table_path, tables_named, usual_name
+from simulator.hardware.catalogue import table_path, tables_named, tables_of_log, usual_name
 from simulator.hardware.engine_times import TIER
 from simulator.hardware.sources import engine_of, reported_gb, with_fp8_kv
 from simulator.hardware.tables import ServingTables, load_tables
@@ -80,20 +80,19 @@ GROWTH: Final = (1.5, 2.0)
 
 def registered_tables(hardware: Sequence[str] | None = None, model: str | None = None) -> dict[str, ServingTables]:
     """Load the tables that :func:`simulator.hardware.catalogue.tables_named` selects, by name."""
-    return {name: load_tables(table_path(name)) for name in tables_named(hardware, model)}
+    return _loaded(tables_named(hardware, model))
 
 
 def tables_for(
     hardware: Sequence[str] | None, model: str | None, log_model: Callable[[], str | None]
 ) -> tuple[dict[str, ServingTables], str | None]:
-    """The registered tables, and ``model``, or that of the log where none is given and there are several."""
-    try:
-        return registered_tables(hardware, model), model
-    except InvalidConfigError as error:
-        named = log_model() if error.field == "model" and model is None else None
-        if usual_name(named or "") not in models():
-            raise
-        return registered_tables(hardware, named), named
+    """Load the tables that :func:`simulator.hardware.catalogue.tables_of_log` selects, and return its model, too."""
+    names, model = tables_of_log(hardware, model, log_model)
+    return _loaded(names), model
+
+
+def _loaded(names: Sequence[str]) -> dict[str, ServingTables]:
+    return {name: load_tables(table_path(name)) for name in names}
 
 
 def tables_of_files(paths: Sequence[Path]) -> dict[str, ServingTables]:

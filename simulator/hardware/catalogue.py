@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -124,6 +124,23 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
             "model",
         )
     return found
+
+
+def tables_of_log(
+    hardware: Sequence[str] | None, model: str | None, log_model: Callable[[], str | None]
+) -> tuple[tuple[str, ...], str | None]:
+    """Names as :func:`tables_named` gives them, and the model.
+
+    Where none is given and the hardware has several, it is the model that the log names; ``log_model`` is called only
+    then. Raises :class:`InvalidConfigError` if that has no table either.
+    """
+    try:
+        return tables_named(hardware, model), model
+    except InvalidConfigError as error:
+        named = log_model() if error.field == "model" and model is None else None
+        if usual_name(named or "") not in models():
+            raise
+        return tables_named(hardware, named), named
 
 
 def _tables_of(hardware: Sequence[str]) -> list[str]:
