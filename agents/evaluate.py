@@ -100,11 +100,11 @@ def evaluate(
     ``play`` are further arguments of :func:`agents.episodes.run_episodes`.
     """
     task = task if isinstance(task, TaskSpec) else serving_task(task)
+    label = name or (agent if isinstance(agent, str) else type(agent).__name__)
     if isinstance(agent, str):
         load_own_agents([agent])
-    chosen = make_agent(agent, task) if isinstance(agent, str) else agent
-    label = name or (agent if isinstance(agent, str) else type(agent).__name__)
-    return evaluation_of(label, run_episodes(task, chosen, seeds, **play))
+        agent = make_agent(agent, task)
+    return evaluation_of(label, run_episodes(task, agent, seeds, **play))
 
 
 def gym_scores(env_id: str, decide: Decide, seeds: Sequence[int] = HELD_OUT_SEEDS, **settings: Any) -> FloatArray:

@@ -134,12 +134,14 @@ def agent_names(text: str) -> list[str]:
 
 
 _VLLM_NAMES: Final = {
-    "max_num_seqs": "batch_size",
-    "num_speculative_tokens": "spec_length",
-    "quantization": "quant_tier",
-    "dtype": "quant_tier",
+    "max_num_seqs": "did you mean batch_size?",
+    "num_speculative_tokens": "did you mean spec_length?",
+    "quantization": "did you mean quant_tier?",
+    "dtype": "did you mean quant_tier?",
+    "gpu_memory_utilization": "leave it out for vLLM's own default, or give kv_budget, which is not the share of the "
+    "memory but of the KV pool that fits into it",
 }
-"""Knobs by vLLM's names for them."""
+"""What to write instead of vLLM's names."""
 
 
 def _baseline(text: str, tables: ServingTables, precision: str | None) -> dict[str, Any]:
@@ -148,13 +150,8 @@ def _baseline(text: str, tables: ServingTables, precision: str | None) -> dict[s
 
     fixed = {**({"quant_tier": precision} if precision else {}), **_object(text)}
     for name in fixed:
-        if (knob := _VLLM_NAMES.get(name.lower().replace("-", "_"))) is not None:
-            raise InvalidConfigError(f"--baseline: unknown field {name}: did you mean {knob}?")
-        if name.lower().replace("-", "_") == "gpu_memory_utilization":
-            raise InvalidConfigError(
-                f"--baseline: unknown field {name}: leave it out for vLLM's own default, or give kv_budget, which is "
-                "not the share of the memory but of the KV pool that fits into it"
-            )
+        if (instead := _VLLM_NAMES.get(name.lower().replace("-", "_"))) is not None:
+            raise InvalidConfigError(f"--baseline: unknown field {name}: {instead}")
     if isinstance(tier := fixed.get("quant_tier"), str):
         if tier.upper() not in tables.tiers:
             known = ", ".join(tables.tiers)

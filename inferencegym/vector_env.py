@@ -58,8 +58,8 @@ def refuses_unknown(init: Callable[P, None]) -> Callable[P, None]:
 def refuse_options(options: Mapping[str, Any] | None, *known: str) -> None:
     """Raise :class:`InvalidConfigError` for an option of ``reset`` that is not among ``known``."""
     for name in (options or {}).keys() - set(known):
-        listed = f"the only one is {', '.join(known)}" if known else "there is none"
-        told = did_you_mean(name, known, f"{listed}; a task's settings are arguments of gymnasium.make")
+        taken = f"reset takes {', '.join(known) or 'no options'}; a task's settings are arguments of gymnasium.make"
+        told = did_you_mean(name, known, taken)
         raise InvalidConfigError(f"unknown option {name} of reset: {told}", str(name))
 
 

@@ -386,10 +386,10 @@ def main() -> None:
     torch.set_num_threads(1)
     # Checks of every distribution's arguments: a large part of the time, and without influence on the numbers.
     torch.distributions.Distribution.set_default_validate_args(False)
+    settings = " ".join(filter(None, [f"action={args.action}" if args.action else "", args.options]))
     for task_id in args.task or ["3"]:
         env_id = registered_id(get_task(task_id).gym_id, version=2)
         done = {key(run): run["steps"] for run in stored(NAME).get(task_id, {"runs": []})["runs"]}
-        settings = " ".join(filter(None, [f"action={args.action}" if args.action else "", args.options]))
         for seed in range(args.seeds):
             run = {"learner": args.learner, "settings": settings, "n_envs": args.envs, "seed": seed}
             # CleanRL stops before an update that would exceed the steps.

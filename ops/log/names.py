@@ -104,6 +104,11 @@ class Columns:
         return {q: f"{n} ({times})" if q == "arrival" else n for q, n in named.items()}
 
 
+def is_end(column: str) -> bool:
+    """Whether a column, by its name, has times that are logged when a request ends."""
+    return plain(column.rpartition(".")[2]) in ENDS
+
+
 def parse_columns(text: str) -> Columns:
     """Columns in the user's words: ``arrival=ts:ms,prompt=in_tok,output=out_tok``, with a time's unit after a colon."""
     names: dict[str, str] = {}
@@ -140,7 +145,8 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
     ``available`` are the columns of a table, or the paths (``usage.prompt_tokens``) of the fields of JSON records.
     """
     there = list(available)
-    names = dict(given.names) if given is not None else {}
+    given_names = {} if given is None else given.names
+    names = dict(given_names)
     asked = {"filter": source.only[0]} if source.only is not None else {}
     for quantity, name in {**names, **asked}.items():
         if name not in there:
@@ -153,11 +159,9 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
     if "duration" in names and ("arrival" not in names or times):
         times += _usual("end", there)
         names.update(arrival=times[0]) if times else None
-    elif given is None or "duration" not in given.names:
+    elif "duration" not in given_names:
         names.pop("duration", None)
-    given_names = {} if given is None else given.names
-    ended = any(plain(name.rpartition(".")[2]) in ENDS for name in times)
-    if "duration" in given_names and "arrival" not in given_names and not ended:
+    if "duration" in given_names and "arrival" not in given_names and not any(map(is_end, times)):
         at = short_text(names.get("arrival", "COLUMN"))
         raise source.wrong(
             f"duration={short_text(names['duration'])} counts only beside the time of the end of requests: name its "

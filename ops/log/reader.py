@@ -35,11 +35,11 @@ from ops.log.columns import (
 )
 from ops.log.formats import FORMATS, NAMES, TABLE, Format, format_of
 from ops.log.names import (
-    ENDS,
     Columns,
     check_names,
     csv_header,
     find_columns,
+    is_end,
     parse_columns,
     parse_filter,
     plain,
@@ -348,7 +348,7 @@ def _with_arrival(source: Source, table: _Table) -> _Table:
     first = next(table.frames, pd.DataFrame(columns=list(times)))
     names["arrival"] = next((name for name in times if is_date(first[name], name)), times[0])
     arrival = names["arrival"]
-    ended = plain(arrival.rpartition(".")[2]) in ENDS
+    ended = is_end(arrival)
     if not ended or names.get("duration") == arrival:
         names.pop("duration", None)
     if ended:

@@ -202,19 +202,19 @@ def test_only_a_gain_that_chance_does_not_explain_is_recommended(report: ShadowR
     # Two standard errors of a difference of 0.2 and 1.3 % of the requests, by hand.
     assert noise(0.002, 0.013, 1000) == pytest.approx(2 * (0.001996e-3 + 0.012831e-3) ** 0.5)
     fixed, constant, own, policy, *_ = report.outcomes
-    none, few, many = (replace(policy, slo_miss_share=share) for share in (0.0, 0.002, 0.013))
+    perfect, few, many = (replace(policy, slo_miss_share=share) for share in (0.0, 0.002, 0.013))
     asked = replace(report, log={**report.log, "requests": 1000})
     assert replace(asked, outcomes=[fixed, many, few]).best() is few
     assert replace(asked, outcomes=[many, few]).best() is few
-    assert replace(asked, outcomes=[fixed, few, none]).best() is few
-    assert replace(asked, outcomes=[few, none]).best() is few
+    assert replace(asked, outcomes=[fixed, few, perfect]).best() is few
+    assert replace(asked, outcomes=[few, perfect]).best() is few
     hundred = {**report.log, "requests": 100}
     assert replace(asked, log=hundred, outcomes=[many, few]).best() is many
     assert not report.clear(constant, constant)
     # In their own precision, if no other is clearly better.
     own_few, own_many = (replace(own, slo_miss_share=share) for share in (0.002, 0.013))
-    assert replace(asked, outcomes=[replace(fixed, slo_miss_share=0.2), none, own_few]).best() is own_few
-    assert replace(asked, outcomes=[replace(fixed, slo_miss_share=0.2), none, own_many]).best() is none
+    assert replace(asked, outcomes=[replace(fixed, slo_miss_share=0.2), perfect, own_few]).best() is own_few
+    assert replace(asked, outcomes=[replace(fixed, slo_miss_share=0.2), perfect, own_many]).best() is perfect
 
 
 def test_nothing_is_recommended_where_nobody_serves_the_log_or_a_single_request_decides(report: ShadowReport) -> None:

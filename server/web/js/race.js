@@ -544,7 +544,6 @@ class Race {
    */
   async bestNow(action, before, held) {
     if (this.built !== this.generation || before.length >= this.length) return undefined; // the other players are still on their way
-    if (this.built !== this.generation || before.length >= this.length) return undefined; // the other players are still on their way
     const scales = this.task.max_replicas, plan = rows(this.best.episode.action).slice(before.length), moves = this.moves(action, scales ? plan[held] : action);
     if (!moves.length) return undefined;
     const until = scales ? Math.round(this.length / HINTS) + 2 * held : Infinity, [stay, ...moved] = trials(action, moves);
