@@ -16,7 +16,7 @@ from env.serving import family as serving
 from env.traffic import family as traffic
 from inferencegym.errors import DataFormatError, InvalidConfigError, UnknownTaskError, did_you_mean, short_repr
 from inferencegym.plugins import plugins
-from inferencegym.tasks import TaskId, TaskSpec, get_task
+from inferencegym.tasks import OWN_TASKS, TaskId, TaskSpec, get_task
 
 SERVING: Final = serving.NAME
 TRAFFIC: Final = traffic.NAME
@@ -55,7 +55,7 @@ def family_of(task_id: TaskId, named: str | None = None) -> Family:
             return family
         known += ids
     advice = did_you_mean(task_id, known, f"valid ids are {', '.join(known)}")
-    raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: {advice}")
+    raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: {advice}. {OWN_TASKS}")
 
 
 def serving_task(task_id: TaskId) -> TaskSpec:

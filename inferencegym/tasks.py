@@ -46,6 +46,7 @@ TABLE_INDEX_FILE: Final = DATA_DIR / "tables" / "index.json"
 SCALING_TASKS: Final = "scaling_tasks.json"
 """File of the tasks whose actions set the number of replicas."""
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
+OWN_TASKS: Final = f"{TASKS_ENV}=FILE adds tasks of your own"
 STATIC_BELOW: Final = 0.02
 """Adaptive gap below which a task is static: a constant does as well, so it asks for tuning and not for control."""
 AT: Final = "@"
@@ -336,7 +337,7 @@ def get_task(task_id: TaskId) -> TaskSpec:
     own, at, hardware = key.partition(AT)
     if own not in registry:
         advice = did_you_mean(own, registry, f"valid ids are {', '.join(map(repr, _ids(registry)))}")
-        raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: {advice}")
+        raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: {advice}. {OWN_TASKS}")
     return _task_on(user_files, own, hardware) if at else registry[own]
 
 

@@ -602,7 +602,9 @@ def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: 
     assert main(["evaluate", "--task", "1", "--agent", "heuristic_"]) == 2
     assert "agent 'heuristic_' is unknown: did you mean heuristic? The agents are naive, " in capsys.readouterr().err
     assert main(["evaluate", "--task", "autoscal"]) == 2
-    assert "'autoscal' is not a task: did you mean autoscale? Valid ids are " in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "'autoscal' is not a task: did you mean autoscale? Valid ids are " in refused
+    assert refused.endswith(". INFERENCEGYM_TASKS=FILE adds tasks of your own\n")
 
 
 def test_differences_to_a_named_agent_are_paired_and_mark_ties(capsys: pytest.CaptureFixture[str]) -> None:
