@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the programs that tests start for real: a Redis server (sessions shared by several machines), nginx (the proxy
-# before them), Chromium (the web page) and systemd-analyze (the unit in docs/deploy.md). Does nothing where they are
+# before them), Chromium (the web page) and systemd-analyze (the unit in docs/deploy). Does nothing where they are
 # there. On Debian and Ubuntu they are installed with apt, as root or with a sudo that asks for no password; elsewhere it names what is missing, and the tests that need
 # it are skipped. With --check it installs nothing and only names what is missing; with TESTS_REFUSE_SKIPS=1 (CI) what
 # stays missing is an error.

@@ -453,7 +453,7 @@ def test_the_image_is_small_and_holds_no_installer(image: Image) -> None:
     assert names & {"pip", "setuptools", "Cython", "torch", "openenv", "gradio", "openai"} == set()
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "docker-compose.yml", "Makefile"])
+@pytest.mark.parametrize("name", ["Dockerfile", "docker-compose.yml", "Makefile", "docs/deploy/kubernetes/server.yaml"])
 def test_deployment_files_set_only_settings_that_the_server_has(name: str) -> None:
     used = set(re.findall(r"INFERENCEGYM_([A-Z_]+)", (ROOT / name).read_text(encoding="utf-8")))
     assert used - {field.upper() for field in Settings.model_fields} == set()

@@ -74,9 +74,9 @@ def compose_proxy(directory: Path, realip: str = "") -> Iterator[tuple[str, list
 
 @contextmanager
 def documents_nginx(directory: Path, ports: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """nginx with the blocks of docs/deploy.md, that of several machines too; gives its address and its plain port."""
+    """nginx with docs/deploy/nginx.conf and the document's several machines; gives its address and its plain port."""
     deploy = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
-    (site,) = re.findall(r"```nginx\n# /etc/nginx/conf.d/inferencegym.conf\n(.*?)```", deploy, re.DOTALL)
+    site = (ROOT / "docs/deploy/nginx.conf").read_text(encoding="utf-8")
     (upstream,) = re.findall(r"```nginx\n(upstream inferencegym \{\n.*?)```", deploy, re.DOTALL)
     port, plain = free_port(), free_port()
     for pattern, here in {

@@ -1,4 +1,4 @@
-"""The systemd unit of docs/deploy.md, as systemd reads it."""
+"""The systemd unit docs/deploy/inferencegym.service, as systemd reads it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from server.settings import Settings
 from tests.programs import program
 from tests.servers import ROOT
 
-TEXT = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+UNIT = (ROOT / "docs/deploy/inferencegym.service").read_text(encoding="utf-8")
 BINARY = "/opt/inferencegym/bin/inferencegym"
 
 
-def unit() -> str:
-    (found,) = re.findall(r"```ini\n(# /etc/systemd/system/inferencegym\.service\n.*?)```", TEXT, re.DOTALL)
-    return str(found)
-
-
-def test_systemd_accepts_the_unit_of_the_documents(tmp_path: Path) -> None:
-    assert unit().count(f"ExecStart={BINARY} serve\n") == 1
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    assert UNIT.count(f"ExecStart={BINARY} serve\n") == 1
     path = tmp_path / "inferencegym.service"
-    path.write_text(unit().replace(BINARY, sys.executable), encoding="utf-8")  # it checks that the program exists
+    path.write_text(UNIT.replace(BINARY, sys.executable), encoding="utf-8")  # it checks that the program exists
     done = subprocess.run(
         [program("systemd-analyze"), "verify", "--man=no", path], capture_output=True, text=True, check=False
     )
@@ -32,8 +27,8 @@ def test_systemd_accepts_the_unit_of_the_documents(tmp_path: Path) -> None:
 
 
 def test_the_unit_waits_longer_than_the_server_takes_to_end_and_names_its_settings() -> None:
-    stop_s = float(re.findall(r"TimeoutStopSec=(\d+)", unit())[0])
+    stop_s = float(re.findall(r"TimeoutStopSec=(\d+)", UNIT)[0])
     assert stop_s > Settings.model_fields["shutdown_grace_s"].default
-    named = re.findall(r"INFERENCEGYM_([A-Z_]+)=", unit())
+    named = re.findall(r"INFERENCEGYM_([A-Z_]+)=", UNIT)
     assert sorted(named) == ["DATA_DIR", "HOST"]
     assert all(name.lower() in Settings.model_fields for name in named)
