@@ -13,8 +13,8 @@ export class ApiError extends Error {
 
 const MAX_WAITS = 3;
 
-async function request(url, body) {
-  const options = body === undefined ? {} : withBody(body);
+async function request(url, body, signal) {
+  const options = body === undefined ? {} : { ...withBody(body), signal };
   for (let waited = 0; ; waited++) {
     const answer = await send(url, options);
     if (answer.ok) return answer.json();
@@ -40,7 +40,7 @@ async function send(url, options) {
 export const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 export const get = (path, environment = "serving") => request(site[environment] + path);
-export const post = (path, body, environment = "serving") => request(site[environment] + path, body);
+export const post = (path, body, environment = "serving", signal = undefined) => request(site[environment] + path, body, signal);
 
 /** A file of the page itself, as JSON or as text. */
 export const own = (path) => request(path);

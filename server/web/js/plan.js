@@ -1,10 +1,10 @@
 /** Plan tab: the GPUs and settings that serve a visitor's request log within objectives. */
 
-import { once, post } from "./api.js";
+import { once } from "./api.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { player } from "./players.js";
-import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting, waitFor } from "./request_log.js";
 
 const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
 const BESIDE = 13; // between cards that cost as much, of a picture's width
@@ -99,9 +99,9 @@ class PlanTab {
     this.alert.clear(this.node);
     try {
       const body = this.request();
-      this.tell(el("p", { text: "Searching…" }));
-      this.out.scrollIntoView({ block: "nearest" });
-      this.report(await post("plan", body));
+      const cards = this.cards.querySelectorAll("[type=checkbox]:checked").length;
+      const report = await waitFor(this.out, `Searching ${cards} ${cards > 1 ? "cards" : "card"}: hundreds of settings on more and more GPUs, then the best of them request by request. Usually some seconds; a minute for a long log.`, "plan", body);
+      if (report) this.report(report);
     } catch (error) {
       this.refuse(error);
     }

@@ -1,7 +1,7 @@
 /** What the tabs on a visitor's request log share: the box with the log, its example, and the settings for engines. */
 
-import { ownText } from "./api.js";
-import { copy, download, el, field, fill, problem, select } from "./dom.js";
+import { ownText, post } from "./api.js";
+import { announce, copy, download, el, field, fill, problem, select } from "./dom.js";
 import { DropBox } from "./drop.js";
 import { player } from "./players.js";
 
@@ -56,13 +56,16 @@ const IN_THE_FORM = [
 /** A text of the server with the labels of the form in place of fields and options. */
 export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => told.replaceAll(name, label), text);
 
-// What a message about a log says if the form is to be changed, not the file.
-const FORM_NOT_FILE = / from second |Columns of the log|Only rows with|: no column '|: holds no requests with /;
+// What to change in the form where a message says so of the log; nothing where the message has told it.
+const REMEDIES = [
+  [/: no column '/, "name another one under Columns of the log"], [/: holds no requests with /, "change Only rows with"],
+  [/: no request (between|from) /, "change From second or To second"], [/Columns of the log|Only rows with|From second/, ""],
+];
 
 /** An alert with an error of a form, or of the API in the form's words; `box` has the log that it is about. */
 function refusal({ message, code = "", next = "" }, box) {
-  const told = inTheForm(message);
-  return problem({ message: told.replaceAll(box.body.name, box.called).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || FORM_NOT_FILE.test(told) ? "change it in the form" : box.called === box.name ? next : next.replace("the file", "the text") });
+  const told = inTheForm(message), [, remedy] = REMEDIES.find(([said]) => said.test(told)) ?? (code.startsWith("invalid_") ? [told, ""] : []);
+  return problem({ message: told.replaceAll(box.body.name, box.called).replace(/(not allowed: )\w+ must/, "$1it must"), next: remedy ?? (box.called === box.name ? next : next.replace("the file", "the text")) });
 }
 
 /** A form's alert, to stand under its button: `show` puts an error there, in view, and marks the field at fault. */
@@ -84,6 +87,33 @@ export class Alert {
   clear(form) {
     fill(this.node);
     for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+  }
+}
+
+/**
+ * The answer to a long request: `out` says what the server is doing and for how long, and has a button that cancels it. undefined if
+ * the visitor cancels; the server then stops the work.
+ */
+export async function waitFor(out, doing, path, body) {
+  const hangUp = new AbortController(), began = performance.now();
+  const elapsed = () => `${Math.floor((performance.now() - began) / 1000)} s`;
+  const clock = el("span", { role: "timer", "aria-live": "off", text: "0 s" });
+  const ticking = setInterval(() => { clock.textContent = elapsed(); }, 250);
+  const cancelled = new Promise((resolve) => hangUp.signal.addEventListener("abort", () => resolve()));
+  fill(out, el("p", { text: doing }), el("div", { class: "buttons" }, el("progress"), clock, el("button", { type: "button", text: "Cancel", on: { click: () => hangUp.abort() } })));
+  out.scrollIntoView({ block: "nearest" });
+  announce(doing);
+  const answer = post(path, body, "serving", hangUp.signal);
+  answer.catch(() => {}); // nobody waits for it once it is cancelled
+  try {
+    return await Promise.race([answer, cancelled]);
+  } finally {
+    clearInterval(ticking);
+    if (hangUp.signal.aborted) {
+      const said = `Cancelled after ${elapsed()}.`;
+      fill(out, el("p", { class: "note", text: said }));
+      announce(said);
+    }
   }
 }
 

@@ -1,12 +1,12 @@
 /** Your trace tab: compares policies on a visitor's request log and gives engine settings to try. */
 
-import { once, own, post } from "./api.js";
+import { once } from "./api.js";
 import { TimeChart } from "./charts.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { KnobFields, titleOf } from "./knobs.js";
 import { player } from "./players.js";
-import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting, tableName } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting, tableName, waitFor } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const BASELINES = {
@@ -128,9 +128,9 @@ class Trace {
     this.alert.clear(this.node);
     try {
       const body = this.request();
-      this.tell(el("p", { text: "Simulating: some seconds for minutes of traffic, half a minute for an hour …" }));
-      this.out.scrollIntoView({ block: "nearest" });
-      this.report({ ...await post("shadow", body), card: cardName(card) }, tiers, model, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
+      this.tell();
+      const many = body.policies.length, report = await waitFor(this.out, `Simulating the log under your configuration, constant settings and ${many} ${many > 1 ? "policies" : "policy"}: some seconds for minutes of traffic, half a minute for an hour.`, "shadow", body);
+      if (report) this.report({ ...report, card: cardName(card) }, tiers, model, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
     } catch (error) {
       const [, from, to] = error.message.match(/busiest hour, from second (\d+) to (\d+)/) ?? [];
       const take = to && el("button", { type: "button", text: "Compare on the busiest hour", on: { click: () => {
