@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.import_trace import add_log_arguments, log_lines, print_log, read_log
-from cli.tables import add_drafts_argument, add_kv_cache_argument
+from cli.tables import add_drafts_argument, add_kv_cache_argument, add_objective_argument
 from inferencegym.models import ROUTERS
 
 if TYPE_CHECKING:
@@ -30,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-pool-tokens", type=int, metavar="N", help="with --sessions: the engine's KV pool (default: the card's)"
     )
     add_log_arguments(parser)
-    parser.add_argument(
-        "--objective",
-        action="append",
-        default=[],
-        metavar="ttft_p99=500",
-        help="bound (ms) of ttft, tpot, itl or e2e (p50, p90, p95, p99, mean); may be given several times",
-    )
+    add_objective_argument(parser)
     parser.add_argument(
         "--share-met",
         type=float,

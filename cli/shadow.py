@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cli.import_trace import add_log_arguments, log_lines, print_log, read_log
-from cli.tables import add_drafts_argument, add_kv_cache_argument, add_table_arguments, chosen_tables
+from cli.tables import (
+    add_drafts_argument,
+    add_kv_cache_argument,
+    add_objective_argument,
+    add_table_arguments,
+    chosen_tables,
+)
 
 if TYPE_CHECKING:
     from simulator.hardware.tables import ServingTables
@@ -38,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", type=int, help="number of GPUs for every policy (default: the task's, or sized to the log)"
     )
-    parser.add_argument("--slo-ms", type=float, help="objective for the time to first token (default 500)")
+    add_objective_argument(
+        parser,
+        "; the one of TTFT, a percentile, says which requests are in time, the others are only checked (default "
+        "ttft_p99=500)",
+    )
     parser.add_argument(
         "--prices",
         type=Path,
@@ -66,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.files import require_matplotlib, require_writable
     from inferencegym.tasks import get_task
     from ops.export import EXPORTS, settings_of
+    from ops.objectives import parse_objective
     from ops.prices import load_prices
     from ops.report import shadow_figures, shadow_report, write_page
     from ops.shadow import CONSTANT, FIXED, OWN_PRECISION, shadow
@@ -99,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         agents,
         fixed=fixed,
         n_gpus=args.gpus,
-        slo_ms=args.slo_ms,
+        objectives=[parse_objective(text) for text in args.objective],
         task=task,
         tables=tables,
         prices=load_prices(args.prices, [str(tables.meta["hardware"])]) if args.prices else None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cli.import_trace import add_log_arguments, print_log, read_log
-from cli.tables import add_kv_cache_argument, add_table_arguments, chosen_tables
+from cli.tables import add_kv_cache_argument, add_objective_argument, add_table_arguments, chosen_tables
 from inferencegym.models import ROUTERS
 
 if TYPE_CHECKING:
@@ -120,13 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"latency against throughput at N rates (default {SWEEP_POINTS}) from LOW to HIGH, each for "
         f"{SWEEP_S:g} s; a log (--trace) is played faster or slower",
     )
-    out.add_argument(
-        "--objective",
-        action="append",
-        default=[],
-        metavar="ttft_p99=500",
-        help="check ttft, tpot, itl or e2e (p50, p90, p95, p99, mean) against a limit in ms (repeatable)",
-    )
+    add_objective_argument(out)
     out.add_argument("--per-request", type=Path, metavar="FILE", help="write every request (.csv, .parquet, .json)")
     out.add_argument("--out", type=Path, metavar="FILE", help="write the sweep's table (.csv, .parquet, .json)")
     out.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep (needs matplotlib: extra report)")

@@ -22,6 +22,17 @@ def add_table_arguments(parser: Any) -> None:
     parser.add_argument("--model", help="model, such as llama-3.1-8b (default: the log's, or the card's only one)")
 
 
+def add_objective_argument(parser: Any, effect: str = "") -> None:
+    """Add ``--objective`` to a parser or a group of its options; ``effect`` ends its help."""
+    parser.add_argument(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="ttft_p99=500",
+        help="bound (ms) of ttft, tpot, itl or e2e (p50, p90, p95, p99, mean); may be given several times" + effect,
+    )
+
+
 def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--drafts`` to a command that searches settings."""
     parser.add_argument(

@@ -21,7 +21,7 @@ from inferencegym.tasks import get_task
 from ops.export import engine_files, settings_of, written
 from ops.log.names import file_name
 from ops.log.reader import Imported, import_log
-from ops.objectives import parse_objective
+from ops.objectives import Objective, parse_objective
 from ops.plan import make_plan, tables_for
 from ops.prices import read_prices
 from ops.report import notes, precision_note, table_notes
@@ -49,7 +49,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
         request["policies"],
         fixed=request.get("fixed"),
         n_gpus=request.get("gpus"),
-        slo_ms=request.get("slo_ms"),
+        objectives=[Objective("ttft", "p99", request["slo_ms"])] if request.get("slo_ms") else (),
         task=task,
         tables=tables,
         prices=None if request.get("prices") is None else read_prices(request["prices"]),

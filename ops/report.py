@@ -475,13 +475,13 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
             "policy": o.policy + (" *" if o is best and report.undecided() is None else ""),
             "GPUs": o.n_gpus,
             "replicas": o.n_replicas,
-            "SLO misses": f"{o.slo_miss_share:.1%}",
-            "goodput/s": o.goodput_rps,
+            "late": f"{o.slo_miss_share:.1%}",
+            "in time/s": o.goodput_rps,
             "TTFT p50": o.ttft_p50_ms if o.completed else None,
             "p90": o.ttft_p90_ms if o.completed else None,
             "p99 ms": o.ttft_p99_ms if o.completed else None,
             "TPOT ms": o.tpot_mean_ms if o.completed else None,
-            "tok/s": o.tokens_per_s,
+            "tokens/s": o.tokens_per_s,
             "GPU-s": o.gpu_seconds,
             **({f"cost {report.currency}": report.cost(o)} if report.currency else {}),
             "GPU-s/1k": o.gpu_s_per_1k_tokens if o.completed else None,
@@ -503,9 +503,13 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
         f"Support by measurements of the seconds of {best.policy}: {shares}.",
         *table_notes(tables),
     ]
-    gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
+    gpus = (
+        f"{report.n_gpus} x {report.hardware} for every policy; late: first token after more than {report.slo_ms:g} ms"
+    )
     before = [f"{text}." for text in (report.refused, report.short) if text]
     before.append(f"* {verdict(report)}")
+    if len(report.objectives) > 1 and (missed := report.misses(best)):
+        before.append(f"{best.policy} misses {', '.join(missed)}.")
     before += [note] if (note := precision_note(report, tables)) else []
     return Report(gpus, shown, lines, before)
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from agents.policies.constant import ConstantAgent
 from agents.policies.vllm_defaults import vllm_defaults
 from agents.protocol import Agent
-from agents.registry import make_agent
+from agents.registry import AGENTS, make_agent
 from inferencegym.errors import DataFormatError, InvalidConfigError, refusal
 from inferencegym.models import ServeAction
 from inferencegym.tasks import Calibration, TaskSpec
@@ -40,12 +40,15 @@ from ops.capacity import (
     thinned,
     too_few,
 )
+from ops.objectives import Objective
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.tables import ServingTables, tables_of
 from simulator.load.requests import RequestLog
 
-MAX_SLO_MS: Final = 1e6
+TTFT: Final = Objective("ttft", "p99", 500.0)
+"""Objective without another one, and the share of requests in time (those not refused for their length) to which a
+fleet is sized."""
 FIXED: Final = "fixed"
 """Name of the user's own configuration in a report."""
 CONSTANT: Final = "best_constant"
@@ -54,8 +57,6 @@ OWN_PRECISION: Final = "best_own_precision"
 """Name of the best constant setting in the user's own precision, if the best of all has another one."""
 FINALISTS: Final = 4
 """Number of constants of a sweep that the reference plays."""
-SERVED: Final = 0.99
-"""Share of the requests (those that are not refused for their length) that a fleet sized to a log serves in time."""
 MAX_GPUS: Final = 64
 """Most GPUs of a fleet sized to a log."""
 LEAST_GAIN: Final = 1e-3
@@ -71,8 +72,9 @@ class ShadowReport:
     If the best constant has another precision than the user's, the best one in theirs comes next, before the policies.
     ``autoscaling`` is the best constant under autoscalers, with its replicas as the maximum. ``gpu_hour`` is the price
     of a GPU-hour in ``currency``; None if no price was given. ``refused`` says how many requests are too long for any
-    setting; it is empty if none is. ``short`` says that no constant setting serves :data:`SERVED` of the others in time
-    on these GPUs, and how many GPUs would do; it is empty if one does.
+    setting; it is empty if none is. ``short`` says that no constant setting serves enough of the others in time on
+    these GPUs, and how many GPUs would do; it is empty if one does. A request is in time if its first token comes
+    within ``slo_ms``; the first of the ``objectives`` says so, the others are only checked (:meth:`misses`).
     """
 
     log: dict[str, Any]
@@ -84,6 +86,7 @@ class ShadowReport:
     outcomes: list[PolicyOutcome]
     arrivals_per_s: list[float] = field(repr=False)
     autoscaling: list[Autoscaled] = field(repr=False)
+    objectives: tuple[Objective, ...] = (TTFT,)
     gpu_hour: float | None = None
     currency: str = ""
     refused: str = ""
@@ -106,6 +109,14 @@ class ShadowReport:
         """Whether ``outcome`` has more requests in time than ``baseline``, beyond chance (:func:`noise`)."""
         by_chance = noise(outcome.slo_miss_share, baseline.slo_miss_share, self.log["requests"])
         return self.gain(outcome, baseline) > by_chance
+
+    def misses(self, outcome: PolicyOutcome) -> list[str]:
+        """Objectives that ``outcome`` misses by its simulated figures, with these, as in ``TPOT p50 62 ms (of 50)``."""
+        return [
+            f"{o.label} {outcome.figures[o.figure]:,.0f} ms (of {o.limit_ms:g})"
+            for o in self.objectives
+            if outcome.figures[o.figure] > o.limit_ms
+        ]
 
     def undecided(self) -> str | None:
         """Why no policy is recommended: too few requests, or nobody serves them. None if one is."""
@@ -133,6 +144,7 @@ class ShadowReport:
         costs = {o.policy: self.cost(o) for o in self.outcomes}
         return {
             **asdict(self),
+            "objectives": list(map(str, self.objectives)),
             "best": self.best().policy,
             "undecided": self.undecided(),
             "gain_over_best_constant": gains,
@@ -146,7 +158,7 @@ def shadow(
     *,
     fixed: ServeAction | Mapping[str, Any] | None = None,
     n_gpus: int | None = None,
-    slo_ms: float | None = None,
+    objectives: Sequence[Objective] = (),
     task: TaskSpec | None = None,
     tables: ServingTables | None = None,
     prices: Prices | None = None,
@@ -155,15 +167,16 @@ def shadow(
     """Replay a log under a fixed configuration, under the best constant of a sweep and under each agent.
 
     ``agents`` are registered names (``heuristic``, ``constant:{...}``) or agents. ``task`` gives fleet, objectives and
-    stored policies of a task made from similar traffic; without it the objective is 500 ms for all classes, and the
-    fleet is sized to the log unless ``n_gpus`` is given: the fewest GPUs on which a constant serves :data:`SERVED` of
-    the requests in time, or those for the mean load if no number of GPUs does. ``fixed`` is the user's own setting,
-    as an action or as some of its knobs; knobs left out are vLLM's defaults. Without ``drafts``, which need a draft
-    model, the sweep and the policies draft no tokens; ``fixed`` and constants among the agents keep theirs. Raises
-    :class:`DataFormatError` if the log lasts longer than an episode may, and any error of making an agent.
+    stored policies of a task made from similar traffic; without it the fleet is sized to the log unless ``n_gpus`` is
+    given: the fewest GPUs on which a constant serves enough of the requests in time, or those for the mean load if no
+    number of GPUs does. Of the ``objectives`` (default :data:`TTFT`) that on a percentile of TTFT decides: its limit
+    says which requests are in time, in all classes, its percentile how many are enough. ``fixed`` is the user's own
+    setting, as an action or as some of its knobs; knobs left out are vLLM's defaults. Without ``drafts``, which need a
+    draft model, the sweep and the policies draft no tokens; ``fixed`` and constants among the agents keep theirs.
+    Raises :class:`DataFormatError` if the log lasts longer than an episode may, and any error of making an agent.
     """
-    if slo_ms is not None and not 1 <= slo_ms <= MAX_SLO_MS:
-        raise refusal("slo_ms", slo_ms, f"from 1 to {MAX_SLO_MS:,.0f}")
+    deciding = _deciding(objectives)
+    enough = deciding.share if deciding else TTFT.share
     tables = tables or tables_of(None if task is None else task.hardware)
     if not isinstance(fixed, ServeAction):
         fixed = ServeAction.from_dict({**vllm_defaults(tables).to_dict(), **(fixed or {})})
@@ -171,7 +184,7 @@ def shadow(
     tables.refuse_tier(fixed.quant_tier.value)
     if n_gpus is None and (hopeless := impossible(log, tables)):
         raise DataFormatError(hopeless)
-    as_task = log_task(log, tables, slo_ms, task)
+    as_task = log_task(log, tables, deciding.limit_ms if deciding else None, task)
     fit = fitting(log, tables)
     # Fleets are sized, and settings screened, without requests that an engine refuses at once.
     screened = as_task if fit is log else replace(as_task, log=fit)
@@ -183,7 +196,7 @@ def shadow(
         if task is None:
             if screened is not as_task:
                 units = fleet_for(screened, tables)
-            found = _fewest_replicas(screened, tables, units, drafts)
+            found = _fewest_replicas(screened, tables, units, drafts, enough)
             units, more_help = found or units, found is not None
         n_gpus = units * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
     _check_gpus(n_gpus, fixed, tables.cards_per_replica)
@@ -201,13 +214,13 @@ def shadow(
     ]
     hardware = str(tables.meta["hardware"])
     short = ""
-    if outcomes[1].slo_miss_share > too_long + 1 - SERVED:
+    if outcomes[1].slo_miss_share > too_long + 1 - enough:
         least = n_gpus // tables.cards_per_replica + 1
-        found = _fewest_replicas(screened, tables, least, drafts) if more_help else None
+        found = _fewest_replicas(screened, tables, least, drafts, enough) if more_help else None
         more = "nor would more" if found is None else f"about {found * tables.cards_per_replica} would do"
         which = " that are not refused" if too_long else ""
         within = f"within {as_task.slo_target_ms:g} ms on {n_gpus} x {hardware}"
-        short = f"No constant setting serves {SERVED:.0%} of the requests{which} {within}: {more}"
+        short = f"No constant setting serves {enough:.0%} of the requests{which} {within}: {more}"
     return ShadowReport(
         log=log_summary(log),
         n_gpus=n_gpus,
@@ -218,6 +231,10 @@ def shadow(
         outcomes=outcomes,
         arrivals_per_s=thinned(own.arrivals).tolist(),
         autoscaling=scaling,
+        objectives=(
+            deciding or replace(TTFT, limit_ms=as_task.slo_target_ms),
+            *(objective for objective in objectives if objective is not deciding),
+        ),
         gpu_hour=None if prices is None else prices.gpu_hour(hardware),
         currency="" if prices is None else prices.currency,
         refused=refused(tokens, tables, pool_tokens),
@@ -225,15 +242,27 @@ def shadow(
     )
 
 
-def _fewest_replicas(task: TaskSpec, tables: ServingTables, least: int, drafts: bool) -> int | None:
-    """Fewest replicas, from ``least``, on which a constant serves :data:`SERVED` of the requests in time.
+def _deciding(objectives: Sequence[Objective]) -> Objective | None:
+    """The objective on a percentile of TTFT; None without objectives."""
+    found = [one for one in objectives if one.quantity == "ttft" and one.share]
+    if len(found) == 1 or not objectives:
+        return found[0] if found else None
+    raise InvalidConfigError(
+        f"objectives {', '.join(map(str, objectives))} have {'more than one' if found else 'no'} percentile of TTFT, "
+        "by which requests are in time or late: give one, as in --objective ttft_p99=500",
+        "objective",
+    )
+
+
+def _fewest_replicas(task: TaskSpec, tables: ServingTables, least: int, drafts: bool, enough: float) -> int | None:
+    """Fewest replicas, from ``least``, on which a constant serves ``enough`` (a share) of the requests in time.
 
     Told by the fluid model, as it screens settings. None if one more replica no longer helps, or at :data:`MAX_GPUS`.
     """
     before, settings = math.inf, grid(False, range(tables.n_tiers), drafts)
     for units in range(least, MAX_GPUS // tables.cards_per_replica + 1):
         missed = float(screen(on_replicas(task, units), tables, settings).missed.min())
-        if missed <= 1 - SERVED:
+        if missed <= 1 - enough:
             return units
         if missed > before - LEAST_GAIN:
             return None
@@ -304,7 +333,11 @@ class Field:
         try:
             made = make_agent(agent, held, self._tables) if isinstance(agent, str) else agent
         except InvalidConfigError as error:
-            error.add_note("policies of a task need --task; hpa and planner play the best constant without being named")
+            name = str(agent).partition(":")[0]
+            if name in AGENTS and AGENTS[name].stored:
+                error.add_note("a stored policy belongs to a task: name it with --task")
+            elif task.fleet.max_replicas is None and name in ("hpa", "kpa", "scheduled", "planner"):
+                error.add_note("hpa and planner are compared without being named")
             raise
         # The user chose all knobs of a constant.
         return play_policy(name, made, task if isinstance(made, ConstantAgent) else held, self._tables, calibration)

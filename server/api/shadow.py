@@ -86,6 +86,7 @@ class ShadowAnswer(BaseModel):
     read: dict[str, Any]
     n_gpus: int
     slo_ms: float
+    objectives: list[str]
     hardware: str
     gain_over_best_constant: dict[str, float]
     cost: dict[str, float | None]

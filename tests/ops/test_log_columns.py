@@ -507,6 +507,17 @@ def test_a_duration_that_the_user_names_is_never_ignored(tmp_path: Path) -> None
     assert late.columns["duration"] == "took_ms"
 
 
+def test_a_duration_that_the_user_names_goes_with_the_time_of_the_end_even_where_arrivals_are_logged_too(
+    tmp_path: Path,
+) -> None:
+    request = {"arrival_s": 0.0, "took": 4.0, "prompt_tokens": 9, "output_tokens": 9}
+    (tmp_path / "log.jsonl").write_text(lines([{**request, "end_time": end_s} for end_s in (10.0, 15.0)]))
+    imported = import_log(tmp_path / "log.jsonl", columns="duration=took")
+    assert imported.log.arrival_s.tolist() == [0.0, 5.0]
+    assert imported.notes == ["end_time is logged when a request ends: arrivals are end_time minus took"]
+    assert "duration" not in import_log(tmp_path / "log.jsonl").columns
+
+
 def test_durations_are_never_taken_for_arrivals(tmp_path: Path) -> None:
     took = np.random.default_rng(0).uniform(0.5, 9.0, 40).round(3).tolist()
     with pytest.raises(DataFormatError, match=r"time holds numbers from .* in no order, which may be how long"):

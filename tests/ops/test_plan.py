@@ -52,7 +52,7 @@ def report() -> PlanReport:
 
 def shares_of(n_gpus: int, action: dict[str, Any]) -> float:
     """Share of requests missed by a constant on this many GPUs, from a shadow run."""
-    played = shadow(log(), [], fixed=ServeAction.from_dict(action), n_gpus=n_gpus, slo_ms=500.0)
+    played = shadow(log(), [], fixed=ServeAction.from_dict(action), n_gpus=n_gpus)
     return played.outcomes[0].slo_miss_share
 
 
@@ -147,7 +147,7 @@ def test_more_traffic_needs_more_gpus(report: PlanReport) -> None:
     # Twice the traffic on as many GPUs, by hand.
     fast = replace(log(), arrival_s=log().arrival_s / 2)
     assert plan.action is not None
-    played = shadow(fast, [], fixed=ServeAction.from_dict(plan.action), n_gpus=plan.n_gpus, slo_ms=500.0)
+    played = shadow(fast, [], fixed=ServeAction.from_dict(plan.action), n_gpus=plan.n_gpus)
     assert report.growth[1]["share_in_time"] == pytest.approx(1 - played.outcomes[0].slo_miss_share)
 
 
@@ -275,7 +275,7 @@ def test_a_long_log_is_searched_at_its_busiest_and_played_whole() -> None:
     plan = found.plans[0]
     assert plan.action is not None
     fixed = ServeAction.from_dict(plan.action)
-    whole = shadow(long, [], fixed=fixed, n_gpus=plan.n_gpus, slo_ms=500.0)
+    whole = shadow(long, [], fixed=fixed, n_gpus=plan.n_gpus)
     assert plan.share_in_time == pytest.approx(1 - whole.outcomes[0].slo_miss_share)
 
 

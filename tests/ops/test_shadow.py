@@ -21,6 +21,7 @@ from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import get_task
 from ops.capacity import DRAIN_S, PolicyOutcome, log_task, noise, on_replicas
 from ops.export import draft_schedule, fastest_draft, settings_of, vllm_config
+from ops.objectives import Objective, parse_objective
 from ops.prices import load_prices, read_prices
 from ops.report import shadow_figures, shadow_report, verdict, write_page
 from ops.shadow import CONSTANT, FIXED, OWN_PRECISION, ShadowReport, shadow
@@ -63,8 +64,20 @@ def test_a_fleet_sized_to_a_log_serves_it_in_time_and_a_smaller_one_says_how_man
 
 
 def test_an_objective_that_no_number_of_gpus_meets_is_said_to_be_one() -> None:
-    report = shadow(flood(), [], slo_ms=1.0)
+    report = shadow(flood(), [], objectives=[Objective("ttft", "p99", 1.0)])
     assert report.short.endswith("nor would more")
+
+
+def test_the_percentile_of_ttft_sizes_the_fleet_and_other_objectives_are_checked() -> None:
+    log = flood(60, 8.0, 30.0)
+    strict, lax = (shadow(log, [], objectives=[parse_objective(f"ttft_{p}=500")]) for p in ("p99", "p50"))
+    assert lax.n_gpus < strict.n_gpus
+    both = shadow(log, [], n_gpus=2, objectives=[parse_objective("tpot_p50=1"), parse_objective("ttft_p99=500")])
+    assert (both.slo_ms, list(map(str, both.objectives))) == (500.0, ["ttft_p99=500", "tpot_p50=1"])
+    best = both.best()
+    pace = f"TPOT p50 {best.figures['tpot_p50_ms']:,.0f} ms (of 1)"
+    assert pace in both.misses(best)
+    assert pace in "".join(shadow_report(both, load_tables()).refused)
 
 
 def test_a_log_that_is_too_long_is_refused_with_its_busiest_hour() -> None:
@@ -120,9 +133,9 @@ def test_the_users_own_setting_may_be_the_best_constant() -> None:
 
 def test_nothing_drafts_tokens_unless_asked_except_constants_that_are_named() -> None:
     """One request at a time: there the sweep takes drafts if it may."""
-    named = 'constant:{"spec_length": 2}'
+    named, hard = 'constant:{"spec_length": 2}', [Objective("ttft", "p99", 100.0)]
     without, drafting = (
-        shadow(flood(120, 2.0, 2.0), ["heuristic", named], n_gpus=1, slo_ms=100.0, drafts=drafts)
+        shadow(flood(120, 2.0, 2.0), ["heuristic", named], n_gpus=1, objectives=hard, drafts=drafts)
         for drafts in (False, True)
     )
     spec = {o.policy: set(o.timeline["spec_length"]) for o in without.outcomes}
@@ -292,17 +305,25 @@ def test_the_fleet_is_sized_to_the_log_unless_told() -> None:
 
 def test_wrong_input_is_refused() -> None:
     log = flood(30)
-    with pytest.raises(InvalidConfigError, match="nobody"):
-        shadow(log, ["nobody"], n_gpus=1)
+    for wrong in ("nobody", "random:x"):
+        with pytest.raises(InvalidConfigError, match=wrong) as refused:
+            shadow(log, [wrong], n_gpus=1)
+        assert not hasattr(refused.value, "__notes__")
+    with pytest.raises(InvalidConfigError, match="fixed number of replicas") as refused:
+        shadow(log, ["hpa"], n_gpus=1)
+    assert refused.value.__notes__ == ["hpa and planner are compared without being named"]
     with pytest.raises(InvalidConfigError, match="no PPO policy") as refused:
         shadow(log, ["ppo"], n_gpus=1)
-    assert "policies of a task need --task" in refused.value.__notes__[0]
+    assert refused.value.__notes__ == ["a stored policy belongs to a task: name it with --task"]
     with pytest.raises(InvalidActionError) as refused:
         shadow(log, [], fixed=ServeAction(1.0, 0, 0, False, QuantTier.FP16))
     assert refused.value.field == "batch_size"
-    with pytest.raises(InvalidConfigError, match="from 1 to 1,000,000") as refused:
-        shadow(log, [], slo_ms=0.0, n_gpus=1)
-    assert refused.value.field == "slo_ms"
+    for none in ("ttft_mean=500", "tpot_p50=50"):
+        with pytest.raises(InvalidConfigError, match="have no percentile of TTFT"):
+            shadow(log, [], objectives=[parse_objective(none)], n_gpus=1)
+    with pytest.raises(InvalidConfigError, match="have more than one percentile of TTFT") as refused:
+        shadow(log, [], objectives=[parse_objective("ttft_p99=500"), parse_objective("ttft_p50=50")], n_gpus=1)
+    assert refused.value.field == "objective"
     with pytest.raises(InvalidConfigError) as refused:
         shadow(log, [], n_gpus=0)
     assert refused.value.field == "n_gpus"
@@ -493,7 +514,8 @@ def test_knobs_that_the_users_setting_leaves_out_are_vllms_defaults() -> None:
 
 def test_replicas_of_several_cards_are_counted_by_their_cards() -> None:
     tables = load_tables(table_path("h200-llama-3.1-70b-tp2"))
-    outcomes = shadow(flood(20), ["heuristic"], n_gpus=4, slo_ms=2000, tables=tables).outcomes
+    objectives = [Objective("ttft", "p99", 2000)]
+    outcomes = shadow(flood(20), ["heuristic"], n_gpus=4, objectives=objectives, tables=tables).outcomes
     seconds = int(np.ceil(flood(20).arrival_s[-1] + 1e-9)) + DRAIN_S
     assert {o.n_gpus for o in outcomes} == {4}
     assert (outcomes[0].n_replicas, outcomes[0].gpu_seconds) == (2, 4.0 * seconds)
