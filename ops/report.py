@@ -484,7 +484,7 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
             "tokens/s": o.tokens_per_s,
             "GPU-s": o.gpu_seconds,
             **({f"cost {report.currency}": report.cost(o)} if report.currency else {}),
-            "GPU-s/1k": o.gpu_s_per_1k_tokens if o.completed else None,
+            "GPU-s/1k tokens": o.gpu_s_per_1k_tokens if o.completed else None,
             "restarts": o.restarts,
         }
         for o in report.outcomes

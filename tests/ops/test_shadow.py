@@ -409,10 +409,10 @@ def test_where_nothing_is_answered_a_report_states_no_latency_and_no_cost_per_to
     log, tables = flood(20), load_tables()
     too_long = replace(log, prompt_tokens=np.full_like(log.prompt_tokens, 900_000.0))
     rows = shadow_report(shadow(too_long, [], n_gpus=1), tables).tables["what each policy would have done"]
-    for name in ("TTFT p50", "p90", "p99 ms", "TPOT ms", "GPU-s/1k"):
+    for name in ("TTFT p50", "p90", "p99 ms", "TPOT ms", "GPU-s/1k tokens"):
         assert [row[name] for row in rows] == [None, None], name
     answered = shadow_report(shadow(log, [], n_gpus=1), tables).tables["what each policy would have done"]
-    assert all(row["GPU-s/1k"] is not None for row in answered)
+    assert all(row["GPU-s/1k tokens"] is not None for row in answered)
 
 
 def test_a_report_names_settings_in_words_and_the_table_by_its_hardware() -> None:

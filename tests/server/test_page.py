@@ -972,6 +972,9 @@ def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tm
     page.get_by_role("button", name="Compare policies").click()
     # One policy, the visitor's configuration and the best constants in any precision and in the visitor's.
     expect(page.locator("#panel-trace table").first.locator("tbody tr")).to_have_count(4, timeout=PATIENCE_MS)
+    names = page.locator("#panel-trace table").first.locator("tbody th")
+    expect(names.nth(1)).to_have_text(re.compile(r"^Best constantin INT\d, not your FP16$"))
+    expect(names.nth(2)).to_have_text("Best constant in your precision")
     expect(page.locator("#panel-trace")).to_contain_text("60 requests in 24 s")
     expect(page.locator("#panel-trace details[open]")).to_have_count(0)
     unfold(page)
@@ -1002,7 +1005,7 @@ def test_the_example_is_played_on_the_fleet_of_a_task_with_its_stored_policies(v
     [
         (
             "4",
-            r"Set \w+, batch \d+, KV [\d.]+ for llama-3.1-8b on 1 × A100 40 GB, at [\d.]+ GPU s per 1,000 tokens: ",
+            r"Set \w+, batch \d+, KV [\d.]+ for llama-3.1-8b on 1 × A100 40 GB, at [\d.]+ GPU-seconds per 1,000 tokens: ",
             "under your conf",
         ),
         (
@@ -1115,7 +1118,7 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
     expect(rows.first).to_contain_text(re.compile(r"1 × A100 40 GBINT8, batch \d+, KV [\d.]+"))
     expect(page.locator("#panel-plan details[open]")).to_have_count(0)
     unfold(page)
-    expect(page.locator("#panel-plan .scroll").nth(1)).to_contain_text("USD /M tokens")
+    expect(page.locator("#panel-plan .scroll").nth(1)).to_contain_text("USD per million tokens")
     expect(page.locator("#panel-plan li", has_text="plan with two (Replicas, at least: 2)")).to_have_count(1)
     missed = re.compile(r"With 1\.5 times .* no longer meets TTFT p99 ≤ 500 ms \(it would be 5\d\d ms\): that")
     expect(page.locator("#panel-plan li", has_text=missed)).to_have_count(1)
@@ -1418,9 +1421,9 @@ def test_a_friend_plays_agent_sessions_against_the_run_of_a_link(visit: Visit, s
 
     fit = server.post("/rollouts/play", {"task_id": "rollout-batch", "seed": 42, "agent": "fit"})["score"]
     first = visit().open("rollouts?task=rollout-batch&seed=42")
-    expect(first.locator("#panel-rollouts .goal")).to_contain_text(f"Beat {fit:.3f}, the score of Fit")
+    expect(first.locator("#panel-rollouts .goal")).to_contain_text(f"Beat {fit:.3f}, the score of the cache-fitting cap")
     score = play(first, "20")
-    expect(first.locator("#panel-rollouts .result h2")).to_contain_text(f"Not yet: Fit has {fit:.3f}")
+    expect(first.locator("#panel-rollouts .result h2")).to_contain_text(f"Not yet: the cache-fitting cap has {fit:.3f}")
     expect(first.get_by_role("button", name=f"Challenge a friend: beat my {score:.3f}")).to_be_visible()
     link = first.url
     assert link.endswith(f"?beat={score:.3f}#rollouts?you=0.20")  # the first task and its seed

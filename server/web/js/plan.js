@@ -10,7 +10,7 @@ const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "h
 const BESIDE = 13; // between cards that cost as much, of a picture's width
 const SVG = "http://www.w3.org/2000/svg";
 const CERTAINTY = { likely: "likely", "meets with 90 %": "90 % certain", not: "no" };
-const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Meets", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
+const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Meets", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU-hours per million tokens"];
 
 export async function start(panel) {
   const { models, hardware } = await once("info");
@@ -118,7 +118,7 @@ class PlanTab {
     }
     const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2),
       ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
-    const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
+    const head = priced ? [...HEAD, `${report.currency} per hour`, `${report.currency} per million tokens`] : HEAD;
     const row = (plan) => [cardName(plan.card), plan.n_gpus, plan.tensor_parallel, settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const plans = first ? report.plans : nearest(report);

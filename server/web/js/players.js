@@ -18,6 +18,7 @@ const LINES = {
   aimd: { label: "AIMD", colour: "vllm" },
   kv_target: { label: "KV target", colour: "search" },
   constant: { colour: "static", dash: [3, 3] },
+  fit: { label: "Cache-fitting cap", called: "the cache-fitting cap" },
   budget: { colour: "climb" },
   planner: { called: "the capacity planner", colour: "planner", dash: [2, 3] },
 };

@@ -42,11 +42,11 @@ const wasted = (columns, least, until) => Math.max(0, sum(columns.computed_token
 
 /** Curves of an episode given as columns, a value every `TICK_S` seconds. */
 function curves(columns, least) {
-  const drawn = { hit: [], nothing: [], finished: [], pool: [] };
+  const drawn = { hit: [], wasted: [], finished: [], pool: [] };
   for (let from = 0; from < columns.time_s.length; from += TICK_S) {
     const until = Math.min(columns.time_s.length, from + TICK_S);
     drawn.hit.push(hitRate(columns, Math.max(0, until - WINDOW_S), until));
-    drawn.nothing.push(wasted(columns, least, until));
+    drawn.wasted.push(wasted(columns, least, until));
     drawn.finished.push(columns.sessions_finished[until - 1]);
     drawn.pool.push(columns.context_share[until - 1]);
   }
@@ -107,7 +107,7 @@ class Rollouts {
       el("div", { class: "stage" },
         el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), field("Pace", this.pace)), this.story,
         this.legend, this.board,
-        el("p", { class: "note", text: "Computed for nothing: prompt tokens that a more sparing policy would have found in the cache. They are counted from the policy that computes the fewest prompt tokens per token written; during an episode this is an estimate, because first prompts are all new." }),
+        el("p", { class: "note", text: "Wasted recomputation: prompt tokens that a policy with fewer evictions would have found in the cache. They are counted from the policy that computes the fewest prompt tokens per token written; during an episode this is an estimate, because first prompts are all new." }),
         this.scores, this.who));
     this.putCap();
     addEventListener("pagehide", () => keep(KEPT, this.at, this.mine?.caps.length ? { task: this.task.task_id, seed: this.seedInput.value, shared: this.shared && packCaps(this.shared), cap: this.cap, pace: this.pace.value, playing: this.playing, mine: this.mine, ghost: this.ghost } : null));
@@ -175,7 +175,7 @@ class Rollouts {
       this.rivals = shown.map((policy, i) => ({ ...player(policy), ...DRAWN[policy.name], score: episodes[i].score, columns: episodes[i].metrics }));
       this.target = this.ghost ?? this.rivals.find(({ key }) => key === TARGET);
       const beaten = this.ghost ? this.claimed ?? "it" : shownScore(this.target.score);
-      fill(this.goal, "Beat ", el("strong", { class: `ink-${this.target.colour}`, text: beaten }), this.ghost ? ", the score of your challenger on these sessions" : `, the score of ${this.target.label} on these sessions`);
+      fill(this.goal, "Beat ", el("strong", { class: `ink-${this.target.colour}`, text: beaten }), this.ghost ? ", the score of your challenger on these sessions" : `, the score of ${this.target.called} on these sessions`);
       this.board.classList.remove("stale");
       this.buildBoard();
       this.rank();
@@ -219,7 +219,7 @@ class Rollouts {
     for (const chart of Object.values(this.charts ?? {})) chart.destroy();
     this.charts = {
       hit: new TimeChart({ title: "Prefix-cache hit rate", unit: `share of prompt tokens, last ${WINDOW_S} s`, series, sync, limits: [{ value: 1, label: "all" }] }),
-      nothing: new TimeChart({ title: "Computed for nothing", unit: "tokens", series, sync }),
+      wasted: new TimeChart({ title: "Wasted recomputation", unit: "tokens", series, sync }),
       finished: new TimeChart({ title: "Sessions finished", unit: "sessions", series, sync, limits: [{ value: this.task.sessions, label: "all" }] }),
       pool: new TimeChart({ title: "Conversations in flight", unit: "share of the KV pool", series, sync, limits: [{ value: 1, label: "KV pool" }] }),
     };
@@ -244,7 +244,7 @@ class Rollouts {
     this.coach(second, now);
     fill(this.readings, ...[
       ["Second", String(second)], ["Hit rate", hit === null ? "–" : percent(hit), hit !== null && hit < 0.5],
-      ["Computed for nothing", compact(wasted(mine, this.least, second))], ["Finished", `${now("sessions_finished")} of ${this.task.sessions}`],
+      ["Wasted recomputation", compact(wasted(mine, this.least, second))], ["Finished", `${now("sessions_finished")} of ${this.task.sessions}`],
       ["In flight", String(now("sessions_in_flight") + now("interactive_in_flight"))],
       ["Share of pool", percent(now("context_share")), now("context_share") > 1],
     ].map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));
@@ -263,7 +263,7 @@ class Rollouts {
   /** The table of scores, best first. */
   rank(...players) {
     const rows = [...players, ...this.rivals].map((row) => ({ ...row, breakdown: {
-      hit_rate: hitRate(row.columns, 0) ?? 0, tokens_computed_for_nothing: Math.round(wasted(row.columns, this.least)), seconds: row.columns.time_s.length } }));
+      hit_rate: hitRate(row.columns, 0) ?? 0, wasted_recomputation_tokens: Math.round(wasted(row.columns, this.least)), seconds: row.columns.time_s.length } }));
     fill(this.scores, scoreBoard(rows.sort((a, b) => b.score - a.score)));
   }
 
@@ -333,12 +333,12 @@ class Rollouts {
     const verdict = score === other ? `You are level with ${called}, with ${score}` : mine.score > target.score ? `You beat ${called} (${other}) with ${score}` : `Not yet: ${called} has ${other}, you finish with ${score}`;
     const share = el("button", { type: "button", text: `Challenge a friend: beat my ${score}` });
     share.addEventListener("click", () => copy(new URL(address.link("rollouts", params), location.href).href, share));
-    const nothing = ({ columns }) => compact(wasted(columns, this.least)), hits = ({ columns }) => percent(hitRate(columns, 0) ?? 0);
+    const wastes = ({ columns }) => compact(wasted(columns, this.least)), hits = ({ columns }) => percent(hitRate(columns, 0) ?? 0);
     const said = `${verdict}, after ${mine.caps.length} seconds.`, advice = nextTime(mine.columns);
     this.goal.hidden = this.about.hidden = this.lead.hidden = true; // the verdict takes their place
     fill(this.onward, share);
     fill(this.out, el("h2", { text: said }),
-      el("p", { text: `You found ${hits(mine)} of the prompt tokens in the cache and computed ${nothing(mine)} for nothing; ${called} ${hits(target)} and ${nothing(target)}.` }), advice && el("p", {}, el("strong", { text: "Next time: " }), advice));
+      el("p", { text: `You found ${hits(mine)} of the prompt tokens in the cache and wasted ${wastes(mine)} tokens of recomputation; ${called} ${hits(target)} and ${wastes(target)}.` }), advice && el("p", {}, el("strong", { text: "Next time: " }), advice));
     announce(this.out.textContent);
   }
 }

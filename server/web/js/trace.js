@@ -58,7 +58,7 @@ class Trace {
           el("div", { class: "buttons" }, this.button, this.box.example), this.alert.node,
           el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
           el("div", { class: "controls stacked" }, field("Model", this.model), field("Hardware", this.hardware), field("Fleet and objectives", this.task)),
-          el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo), field("Policies may draft", this.drafts),
+          el("div", { class: "controls small" }, field("GPUs", this.gpus), field("TTFT objective (ms)", this.slo), field("Policies may draft", this.drafts),
             field("From second", this.from), field("To second", this.to), ...this.box.fields),
           el("fieldset", {}, el("legend", { text: "Your configuration: vLLM's defaults unless you change them" }), this.fixed.node),
           this.policies),
@@ -146,15 +146,17 @@ class Trace {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
     if (own !== players[0].label) Object.assign(players[0], player({ name: "vllm_defaults" }), { key: "fixed" });
     const said = report.undecided ?? verdict({ ...report, model }, players, tiers), { log } = report;
+    const mine = players[0].outcome.action.quant_tier, others = ({ timeline }) => [...new Set(timeline.quant_tier)].filter((tier) => tier !== mine).map((tier) => tiers[tier]);
     const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
-    const late = `Later than ${compact(report.slo_ms)} ms`;
+    const row = (each) => el("span", {}, chip(each), others(each.outcome).length ? el("small", { text: `in ${others(each.outcome).join(", ")}, not your ${tiers[mine]}` }) : null);
+    const late = `First token after ${compact(report.slo_ms)} ms`;
     this.tell();
     this.out.append(...[
       el("h2", { class: "verdict", text: said }),
       ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${this.named(text)}.` })),
-      table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU s /1k tokens"],
-        players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)] : ["–", "–", "–"])])),
-      el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
+      table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU-seconds per 1,000 tokens"],
+        players.map(({ outcome: o, ...each }) => [row({ ...each, outcome: o }), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)] : ["–", "–", "–"])])),
+      el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. ${players.some(({ outcome }) => others(outcome).length) ? `A precision other than ${tiers[mine]} changes the model's answers, which is not measured here. ` : ""}Simulated: the Fidelity tab shows the errors.` }),
       this.settings(report, players),
       folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
       folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "Restarts"],
@@ -209,10 +211,10 @@ function verdict({ best, n_gpus: gpus, card, model, slo_ms: slo }, players, tier
   const one = players.find(({ key }) => key === best), [fixed, constant] = players;
   const { slo_miss_share: late, gpu_s_per_1k_tokens: cost, action } = one.outcome;
   const what = action ? setting(action, tiers[action.quant_tier]) : "";
-  const found = `for ${model} on ${gpus} × ${card}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
+  const found = `for ${model} on ${gpus} × ${card}, at ${cost.toFixed(2)} GPU-seconds per 1,000 tokens: ${percent(late, 1)} of the requests get their first token after ${compact(slo)} ms`;
   if (one === fixed) {
     const { slo_miss_share: theirs, tpot_mean_ms: pace } = constant.outcome, faster = theirs <= late && pace < 0.9 * one.outcome.tpot_mean_ms;
-    return `Keep ${inSentence(fixed)} (${what}) ${found}, and nothing else here makes fewer late by more than chance explains.${faster ? ` Not judged: the best constant writes a token in ${compact(pace)} ms instead of ${compact(one.outcome.tpot_mean_ms)}.` : ""}`;
+    return `Keep ${inSentence(fixed)} (${what}) ${found}, and nothing else here makes fewer late by more than chance explains.${faster ? ` Only the first token was compared: each token after it takes ${compact(pace)} ms under the best constant instead of ${compact(one.outcome.tpot_mean_ms)}.` : ""}`;
   }
   const others = [...(action ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${inSentence({ label })}`);
   return `${action ? `Set ${what}` : `Let ${one.called} set the knobs`} ${found}, against ${others.join(" and ")}, more than chance explains.`;
