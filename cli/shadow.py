@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -37,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline",
         default="{}",
-        metavar="JSON",
-        help="your own settings, named 'fixed' in the report; knobs left out are vLLM's defaults (default {})",
+        metavar="FILE|JSON",
+        help="your own settings, named 'fixed' in the report: your file for `vllm serve --config` (.yaml), or knobs as "
+        "JSON; what is left out is vLLM's default (default {})",
     )
     parser.add_argument("--task", help="take the number of GPUs, objectives and stored policies from this task")
     parser.add_argument(
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.errors import InvalidConfigError, short_repr
     from inferencegym.files import require_matplotlib, require_writable
     from inferencegym.tasks import get_task
-    from ops.export import EXPORTS, settings_of
+    from ops.export import EXPORTS, knobs_of_vllm, settings_of
     from ops.objectives import parse_objective
     from ops.prices import load_prices
     from ops.report import shadow_figures, shadow_report, write_page
@@ -99,8 +101,18 @@ def run(args: argparse.Namespace) -> int:
     if task and not (args.hardware or args.model or args.table):
         args.hardware = task.hardware
     log = cache(lambda: read_log(args.trace, args))
+    config = _vllm_file(args.baseline)
+    if config.get("kv-cache-dtype") in ("fp8", "fp8_e4m3"):
+        args.kv_cache_dtype = "fp8"
+        del config["kv-cache-dtype"]
+    if not args.table:
+        args.model = args.model or config.get("model")
     tables = chosen_tables(args, args.kv_cache_dtype, lambda: log().model)
-    fixed = _baseline(args.baseline, tables, precision_named(args.model or ""))
+    ignored: list[str] = []
+    if config:
+        fixed, ignored = knobs_of_vllm({**config, "model": args.model or ""}, tables)
+    else:
+        fixed = _baseline(args.baseline, tables, precision_named(args.model or ""))
     load_own_agents(agents)
     imported = log()
     if not args.json:
@@ -116,16 +128,20 @@ def run(args: argparse.Namespace) -> int:
         prices=load_prices(args.prices, [str(tables.meta["hardware"])]) if args.prices else None,
         drafts=args.drafts,
     )
+    told = shadow_report(report, tables)
+    if ignored:
+        note = f"Options of {args.baseline} that are not simulated: {', '.join(ignored)}."
+        told = replace(told, lines=[note, *told.lines])
     if args.json:
-        print(json.dumps({**report.to_dict(), "read": imported.describe()}))
+        print(json.dumps({**report.to_dict(), "read": imported.describe(), "baseline_ignored": ignored}))
     else:
-        print_report(shadow_report(report, tables))
+        print_report(told)
     model = args.model or imported.model
     if args.html:
         figures = shadow_figures(report, tables.tiers)
         files = {"Recommendation for vLLM": EXPORTS["vllm"](settings_of(report, tables, model=model))}
         title, read = f"Shadow report: {args.trace.name}", log_lines(args.trace, imported)
-        written = write_page(args.html, title, read, shadow_report(report, tables), figures, files)
+        written = write_page(args.html, title, read, told, figures, files)
         print(f"wrote {written}", flush=True)
     if args.export:
         text = EXPORTS[args.export](settings_of(report, tables, args.export_policy, model), args.draft_model)
@@ -155,6 +171,26 @@ _VLLM_NAMES: Final = {
 """What to write instead of vLLM's names."""
 
 
+def _vllm_file(text: str) -> dict[str, Any]:
+    """Options of a vLLM configuration file; empty if the text is not the name of a YAML file."""
+    from inferencegym.errors import InvalidConfigError, short_text
+    from inferencegym.installation import install_extra
+
+    if not text.endswith((".yaml", ".yml")):
+        return {}
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise InvalidConfigError(f"--baseline {text} needs PyYAML: {install_extra('report')}") from error
+    try:
+        value = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidConfigError(f"--baseline {text} cannot be read: {short_text(str(error), 200)}") from error
+    if not isinstance(value, dict) or not value:
+        raise InvalidConfigError(f"--baseline {text} is no configuration of `vllm serve`: it needs lines NAME: VALUE")
+    return {str(name).replace("_", "-"): option for name, option in value.items()}
+
+
 def _baseline(text: str, tables: ServingTables, precision: str | None) -> dict[str, Any]:
     """The user's settings, by default in this precision; a precision may have its name in the table."""
     from inferencegym.errors import InvalidConfigError, short_repr
@@ -178,7 +214,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = parse_json(text, InvalidConfigError)
     except InvalidConfigError as error:
-        raise InvalidConfigError(f"--baseline: {error}; write --baseline '{{\"batch_size\": 256}}'") from error
+        raise InvalidConfigError(
+            f"--baseline: {error}; write --baseline '{{\"batch_size\": 256}}', or name a .yaml file of vLLM"
+        ) from error
     if not isinstance(value, dict):
         raise InvalidConfigError("--baseline must be a JSON object of knobs, as in '{\"batch_size\": 256}'")
     return value

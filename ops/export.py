@@ -32,9 +32,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from agents.policies.vllm_defaults import MAX_NUM_SEQS
 from agents.protocol import FloatArray
-from inferencegym.errors import InvalidConfigError
-from inferencegym.models import SPEC_LENGTHS
+from inferencegym.errors import InvalidConfigError, short_repr
+from inferencegym.messages import parse_json
+from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from ops.capacity import PolicyOutcome
 from ops.plan import Plan, PlanReport, action_of
 from ops.shadow import ShadowReport
@@ -204,6 +206,69 @@ def _cannot_write_prefill(engine: str) -> InvalidConfigError:
         "start both parts",
         "export",
     )
+
+
+def knobs_of_vllm(config: Mapping[str, Any], tables: ServingTables) -> tuple[dict[str, Any], list[str]]:
+    """Knobs that a configuration of ``vllm serve`` sets (the inverse of :func:`vllm_options`), and the names of others.
+
+    Options that it leaves out are not among the knobs; those that the simulator does not know, or that only repeat what
+    it plays anyway, are named. Raises :class:`InvalidConfigError` for a value that no knob or table has.
+    """
+    given = {name.replace("_", "-"): value for name, value in config.items()}
+    knobs: dict[str, Any] = {}
+    if (seqs := given.pop("max-num-seqs", None)) is not None:
+        knobs["batch_size"] = seqs
+    width = given.pop("tensor-parallel-size", None)
+    if width not in (None, tables.cards_per_replica):
+        raise InvalidConfigError(
+            f"tensor-parallel-size={short_repr(width)}: the table has {tables.cards_per_replica} GPUs per replica; "
+            "choose another one with --hardware"
+        )
+    tier = _tier_of_vllm(given)
+    if tier is not None:
+        if tier not in tables.tiers:
+            raise InvalidConfigError(f"precision {tier} is not in the table: one of {', '.join(tables.tiers)}")
+        knobs["quant_tier"] = tables.tiers.index(tier)
+    given.pop("model", None)
+    if given.get("max-num-batched-tokens") == tables.meta["max_batched_tokens"]:
+        del given["max-num-batched-tokens"]
+    if (share := given.pop("gpu-memory-utilization", None)) is not None:
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise InvalidConfigError(f"gpu-memory-utilization={short_repr(share)} must be above 0 and at most 1")
+        memory = tables.meta["memory_gb"]
+        weights_gb = float(tables.weights_gb[knobs.get("quant_tier", 0)])
+        fixed_gb = weights_gb + float(memory["activations_gb"])
+        slots_gb = float(memory["per_sequence_gb"]) * knobs.get("batch_size", MAX_NUM_SEQS)
+        pool_gb = float(tables.meta["memory_budget_gb"]) - fixed_gb - float(memory["workspace_gb"])
+        bounds = ACTION_FIELDS["kv_budget"]
+        budget = (share * reported_gb(tables.meta) - fixed_gb - slots_gb) / pool_gb
+        knobs["kv_budget"] = min(bounds.high, max(bounds.low, budget))
+    if (drafts := _object(given.pop("speculative-config", None))) and "num_speculative_tokens" in drafts:
+        knobs["spec_length"] = drafts["num_speculative_tokens"]
+    if _object(given.get("kv-transfer-config")).get("kv_connector") == "NixlConnector":
+        del given["kv-transfer-config"]
+        knobs["prefill_disagg"] = True
+    return knobs, sorted(given)
+
+
+def _tier_of_vllm(given: dict[str, Any]) -> str | None:
+    """Precision that the options name, which are taken out; None where they leave it to the checkpoint."""
+    methods = {method: tier for tier, method in _QUANTIZATION["vllm"].items() if method != "compressed-tensors"}
+    dtypes = {**{dtype: tier for tier, dtype in _DTYPE.items()}, "half": "FP16"}
+    if tier := precision_named(str(given.get("model", ""))):
+        given.pop("quantization", None)
+        return tier
+    if given.get("quantization") in methods:
+        given.pop("dtype", None)
+        return methods[given.pop("quantization")]
+    return dtypes[given.pop("dtype")] if given.get("dtype") in dtypes else None
+
+
+def _object(value: object) -> dict[str, Any]:
+    """An option that is an object, in YAML or as JSON in a string; empty for anything else."""
+    if isinstance(value, str):
+        value = parse_json(value, InvalidConfigError)
+    return value if isinstance(value, dict) else {}
 
 
 def constant_drafts(spec_length: int, max_num_seqs: int) -> Drafts:

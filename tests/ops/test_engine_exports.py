@@ -15,7 +15,7 @@ import yaml
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import table_index
-from ops.export import EXPORTS, EngineSettings, engine_files, engine_settings, written
+from ops.export import EXPORTS, EngineSettings, engine_files, engine_settings, knobs_of_vllm, written
 from ops.objectives import parse_objective
 from ops.plan import make_plan
 from simulator.hardware.catalogue import precision_named, table_path, usual_name
@@ -224,6 +224,44 @@ def test_the_memory_share_leaves_the_planned_kv_pool() -> None:
     pool_gb = share * reported_gb(tables.meta) - float(beside)
     planned_gb = tables.kv_pool_tokens(0, plan.action["kv_budget"], False) * tables.meta["kv_bytes_per_token"] / 1e9
     assert pool_gb == pytest.approx(planned_gb, abs=0.01 * reported_gb(tables.meta))
+
+
+@pytest.mark.parametrize("table", ["h100-llama-3.1-8b", "h100-qwen3-32b"])
+def test_the_file_for_vllm_read_back_is_the_planned_setting(table: str) -> None:
+    plan, tables, files = planned(table)
+    knobs, ignored = knobs_of_vllm({**yaml.safe_load(files["vllm"]), "host": "::"}, tables)
+    assert ignored == ["host", "max-model-len"]
+    # The file states the memory in whole percent: 0.4 GB of a pool of 9 GB in the larger model.
+    assert knobs.pop("kv_budget") == pytest.approx(plan.action["kv_budget"], abs=0.05)
+    assert knobs == {name: plan.action[name] for name in ("batch_size", "quant_tier")}
+
+
+@pytest.mark.parametrize(
+    ("config", "knobs"),
+    [
+        ({"quantization": "fp8", "dtype": "bfloat16"}, {"quant_tier": 1}),
+        ({"model": "Qwen/Qwen3-32B-FP8"}, {"quant_tier": 1}),
+        ({"dtype": "auto"}, {}),
+        ({"speculative_config": '{"num_speculative_tokens": 2}'}, {"spec_length": 2}),
+        ({"kv-transfer-config": {"kv_connector": "NixlConnector"}}, {"prefill_disagg": True}),
+        ({"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1"}}, {}),
+    ],
+)
+def test_options_of_vllm_are_knobs_in_either_spelling(config: dict[str, Any], knobs: dict[str, Any]) -> None:
+    found, ignored = knobs_of_vllm(config, load_tables(table_path("h100-llama-3.1-8b")))
+    assert found == knobs
+    assert ignored == ([] if knobs else list(config))
+
+
+def test_options_of_vllm_that_the_table_has_not_are_refused() -> None:
+    tables = load_tables(table_path("h100-llama-3.1-8b"))
+    for config, message in (
+        ({"tensor-parallel-size": 2}, "the table has 1 GPUs per replica"),
+        ({"quantization": "modelopt_fp4"}, "precision NVFP4 is not in the table: one of BF16, FP8"),
+        ({"gpu-memory-utilization": 90}, "must be above 0 and at most 1"),
+    ):
+        with pytest.raises(InvalidConfigError, match=message):
+            knobs_of_vllm(config, tables)
 
 
 def planned(table: str) -> tuple[Any, ServingTables, dict[str, str]]:

@@ -491,6 +491,26 @@ def test_a_task_has_its_hardware_and_a_models_name_its_precision(
     assert json.loads(capsys.readouterr().out)["fixed_action"]["quant_tier"] == 1
 
 
+def test_vllms_own_file_is_a_baseline_and_what_is_not_simulated_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n1,5,5\n")
+    file = tmp_path / "vllm.yaml"
+    file.write_text("max_num_seqs: 64  # ours\nquantization: fp8\nkv-cache-dtype: fp8\nport: 8001\n")
+    command = ["shadow", "--trace", str(tmp_path / "log.csv"), "--hardware", "h100-llama-3.1-8b", "--baseline"]
+    assert main([*command, str(file), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["fixed_action"]["batch_size"], answer["fixed_action"]["quant_tier"]) == (64, 1)
+    assert answer["baseline_ignored"] == ["port"]
+    assert main([*command, str(file)]) == 0
+    assert f"Options of {file} that are not simulated: port." in " ".join(capsys.readouterr().out.split())
+    file.write_text("- 1\n")
+    assert main([*command, str(file)]) == 2
+    assert "is no" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "missing.yml")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
 def test_a_wrong_baseline_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
     for text, message in (
