@@ -540,11 +540,12 @@ def verdict(report: ShadowReport) -> str:
     if undecided:
         return undecided
     if best is fixed:
-        return "No setting or policy clearly beats your own configuration."
+        return "Keep your own configuration: nothing clearly beats it. `plan` finds out whether fewer GPUs would do."
     if best.action:
         which = "best constant" if best is constant else "best constant in your precision"
         gain = report.gain(best, fixed)
-        return f"The {which} serves {gain:.1%} more requests in time than yours; nothing else is clearly better."
+        more = f"The {which} serves {gain:.1%} more of the requests in time than yours"
+        return f"{more}, and nothing else clearly more. --export vllm writes its settings."
     gain = report.gain(best, constant)
     return f"{best.policy} serves {gain:.1%} more of the requests in time than the best constant on the same GPUs."
 
