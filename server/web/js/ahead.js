@@ -1,15 +1,9 @@
 /** Asks for what the race needs while its other modules are still loading; api.js takes the answers. Not where another tab opens. */
 
+import { isSeed, today } from "./seeds.js";
+
 /** Whom to beat first, and whose first action is the visitor's: the first of these that plays the task. */
 export const STARTS = ["hpa", "vllm_defaults", "naive"];
-
-/** The seed of the day (UTC), such as 20260131: everybody gets the same traffic. */
-export const today = () => Number(new Date().toISOString().slice(0, 10).replaceAll("-", ""));
-
-export const MAX_SEED = 2 ** 53 - 1;
-
-/** Whether a text is a seed. */
-export const isSeed = (text) => /^\d+$/.test(text) && Number(text) <= MAX_SEED;
 
 /** Body of POST /play for the scores and actions of an episode. */
 export const briefly = (task_id, seed, agent) => ({ task_id, seed, agent, brief: true });

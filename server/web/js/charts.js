@@ -26,13 +26,13 @@ export function redrawAll() {
 /**
  * Time chart in a `figure` element.
  *
- * `series` are `{key, label, colour, dash, width}`, `limits` are `{value, label, atStart}`, labelled at the chart's end
- * or start; `log` makes the axis logarithmic, `stepped` draws each value as a step of its second, `unit` stands in the
- * title and readout, `sync` links the cursors of charts with the same key.
+ * `series` are `{key, label, colour, dash, width}`, `limits` are `{value, label}`, named beside the title; `log` makes
+ * the axis logarithmic, `stepped` draws each value as a step of its second, `unit` stands in the title and readout,
+ * `sync` links the cursors of charts with the same key.
  */
 export class TimeChart {
   constructor({ title, unit = "", series, limits = [], log = false, stepped = false, sync, min = 0, height = HEIGHT, xLabel = "s", tools = null }) {
-    Object.assign(this, { title, unit, series, limits, log, stepped, sync, min, xLabel, height });
+    Object.assign(this, { title, unit, series, log, stepped, sync, min, xLabel, height });
     this.hidden = new Set();
     this.shaded = [];
     this.marks = [];
@@ -40,7 +40,9 @@ export class TimeChart {
     this.summary = el("p", { class: "unseen" });
     this.plotBox = el("div", { class: "plot", "aria-hidden": "true" });
     const name = el("span", { class: "name", text: unit ? `${title} (${unit})` : title });
-    this.figure = el("figure", { class: "chart" }, el("figcaption", {}, name, tools, this.readout), this.plotBox, this.summary);
+    this.limitNames = el("span");
+    this.limit(limits);
+    this.figure = el("figure", { class: "chart" }, el("figcaption", {}, name, tools, this.limitNames, this.readout), this.plotBox, this.summary);
     charts.add(this);
     this.data = [[], ...series.map(() => [])];
     this.watcher = new ResizeObserver(() => this.fit());
@@ -54,6 +56,12 @@ export class TimeChart {
     if (!this.plot) this.build();
     else this.plot.setData(this.data, true);
     this.say();
+  }
+
+  /** Draw and name these limits from now on. */
+  limit(limits) {
+    this.limits = limits;
+    this.limitNames.replaceChildren(...limits.map(({ label }) => el("span", { class: "chip limit", text: label })));
   }
 
   /** Stretches of x to shade, as [from, to] pairs. */
@@ -122,17 +130,9 @@ export class TimeChart {
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     ctx.setLineDash([5 * ratio, 4 * ratio]);
     const line = (x1, y1, x2, y2) => { ctx.beginPath(); ctx.moveTo(x1, y1); ctx.lineTo(x2, y2); ctx.stroke(); };
-    for (const { value, label, atStart = false } of this.limits) {
+    for (const { value } of this.limits) {
       const y = u.valToPos(value, "y", true);
       line(left, y, left + width, y);
-      const wide = ctx.measureText(label).width, base = y > top + 16 * ratio ? y - 5 * ratio : y + 14 * ratio;
-      const right = atStart ? left + wide + 4 * ratio : left + width - 4 * ratio;
-      ctx.textAlign = "right";
-      // A series may run through the label: it stands on the card's colour.
-      ctx.fillStyle = colour("card");
-      ctx.fillRect(right - wide - 3 * ratio, base - 10 * ratio, wide + 6 * ratio, 13 * ratio);
-      ctx.fillStyle = colour("limit");
-      ctx.fillText(label, right, base);
     }
     for (const { x, label } of this.marks) {
       const at = u.valToPos(x, "x", true);

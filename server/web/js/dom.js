@@ -1,7 +1,5 @@
 /** Small helpers to build and find elements. */
 
-import { MAX_SEED } from "./ahead.js";
-
 /** An element with properties (`class`, `text`, `on` = listeners, anything else an attribute) and children. */
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
@@ -79,13 +77,6 @@ export function fill(node, ...children) {
 export function problem(error) {
   const next = error.next ? ` What to do: ${error.next}.` : "";
   return el("p", { class: "problem", role: "alert", text: `${error.message}.${next}`.replace("..", ".") });
-}
-
-/** The seed in a field. Throws an error for the visitor if the field holds no seed. */
-export function seedOf({ value }) {
-  const seed = Number(value || NaN);
-  if (!Number.isInteger(seed) || seed < 0 || seed > MAX_SEED) throw { message: `The seed must be a whole number from 0 to ${MAX_SEED}`, next: "enter another one" };
-  return seed;
 }
 
 /** The first number of a form that its field does not allow, as an error in the field's own words; undefined if all are. */

@@ -1,22 +1,25 @@
 /** Race tab: the visitor and the built-in policies play the same episode, second by second. */
 
 import * as address from "./address.js";
-import { MAX_SEED, STARTS, asked, briefly, isSeed, today } from "./ahead.js";
+import { STARTS, asked, briefly } from "./ahead.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
-import { announce, copy, download, el, field, fill, problem, seedOf, select } from "./dom.js";
+import { announce, copy, download, el, field, fill, problem, select } from "./dom.js";
 import { compact, mean, percent, score as shownScore, sum, words } from "./format.js";
 import { Knobs, hints, knobsOf, titleOf } from "./knobs.js";
 import { handed, keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
 import { costOf, explained, mostLost, placeOf, rewarded, scoreBoard, summed } from "./score.js";
+import { MAX_SEED, isSeed, seedOf, today } from "./seeds.js";
 import { Strip, bare, shown } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 const HIDDEN = ["hill_climb", "random", "random_search", "vllm_defaults", "naive", "kpa"]; // until the visitor asks for them
-const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
+const SKIPPING = 1000; // times the clock: as fast as possible
+const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [SKIPPING, "as fast as possible"]];
 const PACE_SECONDS = 10; // over which the speed that the connection allows is taken
 const NOTICE_S = 15; // before a flood, hints prepare for it
+const RELIEVED_S = 3; // after an overload, its warning goes
 const TREND_S = 5; // over which a part of the score rises or falls
 const HINTS = 20; // times in a race that the server is asked which slider to move
 const REACTION_S = 1; // a visitor takes so long to move a slider, at the chosen speed: a hint gains after it too
@@ -30,6 +33,7 @@ const GAIN = 0.005; // in score: advice that gains less is not given
 const SCALING_GAIN = 0.001; // the same for hints in tasks that scale, of which many add up
 const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const NO_MOVE = "Leave your sliders: no single move helps now.";
+const NO_MOVE_LEFT = "No single move helps any more: skip to the end, or try moves of your own.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
 const HELD_S = 20; // actions that stay so long are sent once: a request more takes less time than to send them every second
 const KEPT = "race"; // in the session storage: the run that a reload shows again
@@ -95,10 +99,11 @@ class Race {
     this.trouble = el("div", { class: "trouble" });
     this.startButton = el("button", { type: "button", class: "main", text: "Start the race", on: { click: () => this.press() } });
     this.againButton = el("button", { type: "button", text: "Start over", hidden: true, on: { click: () => this.choose(this.shared) } });
+    this.skipButton = el("button", { type: "button", text: "Skip to the end", hidden: true, on: { click: () => this.skip() } });
     this.clock = el("progress", { max: 200, value: 0, "aria-label": "Seconds played" });
     this.duel = el("section", { class: "duel", "aria-label": "The score to beat" },
       el("div", { class: "duel-text" }, this.goal, this.about, this.result, this.versus, this.lead, this.parts,
-        el("div", { class: "buttons" }, this.startButton, this.againButton, this.onward), this.trouble),
+        el("div", { class: "buttons" }, this.startButton, this.skipButton, this.againButton, this.onward), this.trouble),
       this.scoreBox, this.clock);
   }
 
@@ -290,7 +295,7 @@ class Race {
     Object.assign(run, await post("grader", { session_id: run.session }));
     if (generation !== this.generation) return;
     this.nameTarget();
-    this.scoreChart.limits = [{ value: run.score, label: "to beat", atStart: true }];
+    this.scoreChart.limit([{ value: run.score, label: "to beat" }]);
     this.draw();
   }
 
@@ -325,7 +330,7 @@ class Race {
     this.rows = [row(YOU), row({ label, colour })];
     fill(this.versus, ...this.rows.flatMap(({ nodes }) => nodes));
     this.scoreChart?.destroy();
-    this.scoreChart = new TimeChart({ title: "Score so far", series: [YOU, { ...this.target, width: 2 }], height: matchMedia("(max-width: 560px)").matches ? 100 : 170, limits: episode.score === undefined ? [] : [{ value: episode.score, label: "to beat", atStart: true }] });
+    this.scoreChart = new TimeChart({ title: "Score so far", series: [YOU, { ...this.target, width: 2 }], height: matchMedia("(max-width: 560px)").matches ? 100 : 170, limits: episode.score === undefined ? [] : [{ value: episode.score, label: "to beat" }] });
     fill(this.scoreBox, this.scoreChart.figure, this.shared && this.sharedStrip());
     this.draw();
   }
@@ -472,10 +477,10 @@ class Race {
       soon = on || next <= NOTICE_S;
       clock = on ? `Flood: ${known.lasts_s - into} s left. ` : played + next < this.length ? `Flood in ${next} s: ${this.flood()} the load. ` : "The last flood is over. ";
     }
-    const worst = this.overloads().at(-1), on = worst?.to === played, tip = this.hinted ?? (on && !this.lost && this.relief());
+    const worst = this.overloads().at(-1), on = played - worst?.to < RELIEVED_S, tip = this.hinted ?? (on && !this.lost && this.relief());
     this.knobs.point(tip?.name);
-    const advice = on && this.lost ? "From here even the best policy ends at 0: press Start over." : tip?.text ?? (this.settled ? NO_MOVE : "");
-    if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
+    const advice = on && this.lost ? "From here even the best policy ends at 0: press Start over." : tip?.text ?? (!this.settled ? "" : this.task.max_replicas ? NO_MOVE : NO_MOVE_LEFT);
+    if (this.lesson && (advice || this.seeking)) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice ? `${advice} Then press Resume.` : "Looking for the slider that helps most …"}`);
     else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
     else {
       fill(this.about, el("strong", { class: soon || on ? "soon" : "", text: `${clock}${on ? this.warning(worst) : ""}` }), advice);
@@ -584,7 +589,7 @@ class Race {
   }
 
   setSpeed(times) {
-    this.speed = times;
+    this.speed = Number(times);
     this.speedSelect.value = String(times);
   }
 
@@ -600,12 +605,20 @@ class Race {
     this.updateButtons();
   }
 
+  /** Play the rest as fast as possible. */
+  skip() {
+    this.speed = SKIPPING;
+    if (this.phase === "paused") this.press();
+    this.updateButtons();
+  }
+
   updateButtons() {
     this.node.dataset.phase = this.phase;
     this.startButton.textContent = { idle: this.startButton.disabled && !this.trouble.firstChild ? "Loading the race …" : "Start the race", running: this.mine.reward.length ? "Pause" : "Starting …", paused: this.waiting ? "Try now" : "Resume", over: "Race again" }[this.phase];
     this.againButton.hidden = this.phase === "idle" || this.phase === "over";
     // A race is thrown away by "Start over" alone.
     const on = this.phase === "running" || this.phase === "paused";
+    this.skipButton.hidden = !on || !this.mine.reward.length || this.speed > FOLLOWED;
     this.fixed.hidden = !on;
     for (const control of [this.taskSelect, this.seedInput, this.daily, this.dice]) control.disabled = on;
   }
@@ -620,6 +633,7 @@ class Race {
   async begin() {
     const generation = this.generation;
     this.phase = "running";
+    this.speed = Number(this.speedSelect.value); // the last race may have been skipped to its end
     fill(this.trouble);
     this.duel.scrollIntoView({ block: "nearest" }); // after a race, the window may be far below
     try {
@@ -652,10 +666,8 @@ class Race {
           this.draw();
           if (matchMedia("(max-width: 560px)").matches) this.node.scrollIntoView(); // a phone has no room for the tabs
         }
-        if (await this.teaches()) {
-          this.phase = "paused";
-          break;
-        }
+        await this.teach();
+        if (this.phase !== "running") break;
         const [before, late] = this.mine.observation.slo_violation_rate.slice(-2), overloaded = before <= LATE && late > LATE;
         if (overloaded) announce(`Second ${this.mine.reward.length}: overloaded, ${percent(late)} of the requests are late.`);
         if (this.speed <= FOLLOWED && !this.seeking && (overloaded || this.mine.reward.length % Math.round(this.length / HINTS) === 1)) this.seek();
@@ -684,14 +696,16 @@ class Race {
     this.updateButtons();
   }
 
-  /** Whether the race stops now, in the first flood, to show what sliders do: for a visitor who has moved none, in the task that is open first, where one slider wins. */
-  async teaches() {
+  /** Stop in the first flood to show what sliders do: for a visitor who has moved none, in the task that is open first, where one slider wins. */
+  async teach() {
     const flooded = this.task === this.first && this.mine.reward.length > this.task.floods?.first_at_s && this.mine.observation.slo_violation_rate.at(-1) > LATE;
-    if (!flooded || this.taught || this.speed > FOLLOWED) return false;
-    this.taught = true;
-    await this.seek();
-    this.lesson = Boolean(this.hinted);
-    return this.lesson;
+    if (!flooded || this.taught || this.speed > FOLLOWED) return;
+    this.taught = this.lesson = true;
+    this.phase = "paused";
+    this.updateButtons();
+    const sought = this.seek();
+    this.draw();
+    await sought;
   }
 
   stopped(generation, error) {
@@ -744,8 +758,8 @@ class Race {
 
   /** Keep the run for a reload. */
   keep() {
-    const { task, seed, aim, shared, phase, speed, taught, startsAs, mine } = this;
-    keep(KEPT, this.at, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed, taught, action: this.knobs.action(), startsAs, mine } : null);
+    const { task, seed, aim, shared, phase, taught, startsAs, mine } = this;
+    keep(KEPT, this.at, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed: this.speedSelect.value, taught, action: this.knobs.action(), startsAs, mine } : null);
   }
 
   /** Take up the run that was kept. */

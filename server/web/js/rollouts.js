@@ -1,14 +1,14 @@
 /** Agent sessions tab: the visitor caps the sessions in flight on one engine while they run, and sees the cliff. */
 
 import * as address from "./address.js";
-import { MAX_SEED, isSeed } from "./ahead.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart } from "./charts.js";
-import { announce, copy, el, field, fill, problem, seedOf, select } from "./dom.js";
+import { announce, copy, el, field, fill, problem, select } from "./dom.js";
 import { compact, percent, score as shownScore, sum } from "./format.js";
 import { keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
 import { scoreBoard } from "./score.js";
+import { MAX_SEED, isSeed, seedOf } from "./seeds.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 const TARGET = "fit"; // whom to beat
