@@ -13,7 +13,6 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from inferencegym.errors import InvalidConfigError
@@ -74,10 +73,10 @@ def described(file: str) -> dict[str, Any]:
     }
 
 
-def write_index(path: Path = TABLE_INDEX_FILE) -> None:
+def write_index() -> None:
     """Describe all existing tables, and pack their columns."""
     entries = {name: described(file) for name, file in files().items() if (DATA_DIR / file).exists()}
-    with atomic_write(path) as temporary:
+    with atomic_write(TABLE_INDEX_FILE) as temporary:
         temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     write_archive(DATA_DIR / entry["file"] for entry in entries.values())
 

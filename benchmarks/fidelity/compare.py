@@ -35,6 +35,7 @@ SYSTEMS = {
 }
 METRICS = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "throughput_tok_s", "makespan_s")
 TASK_SECONDS = 60
+TASK_SEED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def task_requests(task: TaskSpec, seed: int, n_steps: int, start_step: int = 0) 
     )
 
 
-def task_cases(seed: int = 1000) -> Iterator[Case]:
+def task_cases() -> Iterator[Case]:
     """A minute of every task's traffic that contains its first flood, under several constant actions."""
     actions = {
         "b32": act(32),
@@ -185,7 +186,7 @@ def task_cases(seed: int = 1000) -> Iterator[Case]:
     }
     for task in list_tasks():
         start = 30 if task.burst is None else max(0, task.burst.offset_steps - 15)
-        log = task_requests(task, seed, TASK_SECONDS, start)
+        log = task_requests(task, TASK_SEED, TASK_SECONDS, start)
         for label, action in actions.items():
             yield Case(
                 f"task {task.task_id} {label}",

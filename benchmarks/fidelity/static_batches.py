@@ -106,13 +106,13 @@ def argonne_errors() -> list[ErrorSummary]:
     return _by_group(argonne_comparisons())
 
 
-def table_vs_argonne(table_path: Path | str = TABLE_PATH) -> list[ErrorSummary]:
-    """Errors of batch latencies composed from a table's ``decode_ms`` and ``prefill_saturated_ms``.
+def table_vs_argonne() -> list[ErrorSummary]:
+    """Errors of batch latencies composed from the committed table's ``decode_ms`` and ``prefill_saturated_ms``.
 
     Only rows that fit the cache are used, because the composition has no preemption. The table holds the times of its
     own engine profile, so part of the error is the difference between that engine and the measured one.
     """
-    table = _TableSteps(Path(table_path))
+    table = _TableSteps(TABLE_PATH)
     rows = [row for row in argonne_rows() if row.fits_cache()]
     return _by_group([Comparison(row, table.batch_latency_s(row)) for row in rows])
 
@@ -125,14 +125,14 @@ def batch_latency_s(model: OperatorModel, row: StaticBatch) -> float:
     return serve(Fleet(model, row.batch, _pool_tokens()), requests).makespan_s()
 
 
-def fit_overheads(profile_name: str = "vllm_v0") -> tuple[float, float]:
-    """Least-squares step and sequence overhead (ms) of a profile on the calibration rows, in relative error.
+def fit_overheads() -> tuple[float, float]:
+    """Least-squares step and sequence overhead (ms) of the vLLM profile on the calibration rows, in relative error.
 
     A batch that starts at once runs the same iterations however long they take, so its latency is linear in both
     overheads.
     """
     rows = [row for row in argonne_rows() if row.is_calibration()]
-    profile = engine(profile_name)
+    profile = engine("vllm_v0")
 
     def latency(step_ms: float, sequence_ms: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         changed = dataclasses.replace(profile, step_overhead_ms=step_ms, sequence_overhead_ms=sequence_ms)
