@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,9 @@ def run(args: argparse.Namespace) -> int:
         write_table(_frame(report), args.out)
     if args.export and first is not None:
         write_export(export_file, chosen_file(files, args.export))
+    elif args.export:
+        why = report.to_dict()["undecided"] or "no fleet tried meets the objectives."
+        print(f"wrote no settings for {args.export}: {why}", file=sys.stderr)
     return 0 if report.plans else 1
 
 

@@ -278,7 +278,7 @@ def make_plan(
         tell(name, 1.0)
         return card
 
-    searches = side_by_side(search, tables)
+    searches = [] if too_few(len(whole.arrival_s)) else side_by_side(search, tables)
     found = sorted((c for c in searches if c.best is not None), key=_Card.price)
     tried = [plan for card in searches for plan in card.tried]
     growth: list[dict[str, Any]] = []

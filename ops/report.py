@@ -228,6 +228,8 @@ def _fleet(report: PlanReport, plan: Plan) -> str:
 
 def answer(report: PlanReport) -> list[str]:
     """What to rent and how sure it is, or what comes nearest; one or two sentences."""
+    if few := too_few(report.log["requests"]):
+        return [few]
     objectives = _objectives(report)
     asked = " and ".join(f"{o.label} <= {plain(o.limit_ms)} ms" for o in objectives)
     if report.share_met > max(o.share for o in objectives):

@@ -102,7 +102,7 @@ def test_a_handful_of_requests_is_no_ground_for_a_plan(report: PlanReport) -> No
     rows = "".join(f"{second},200,50\n" for second in range(24))
     log = import_log("few.csv", content="arrival_s,prompt_tokens,output_tokens\n" + rows).log
     few = make_plan(log, OBJECTIVES, registered_tables(["a100-40gb"]))
-    assert {plan.verdict for plan in few.tried if plan.meets} == {"likely"}
+    assert not few.tried  # nothing was played
     said = "No recommendation: the log has 24 requests. Use a log of at least 25."
     assert few.to_dict()["undecided"] == plan_report(few).lead == said
     assert not plan_report(few).tables
@@ -422,10 +422,10 @@ def test_settings_draft_only_if_asked() -> None:
 
 def test_a_single_replica_is_warned_of_and_two_may_be_asked_for() -> None:
     tables = registered_tables(["h100"], "llama-3.1-8b")
-    alone = make_plan(flood(20, 1, 1), LENIENT, tables, policies=[])
+    alone = make_plan(flood(25, 1, 1), LENIENT, tables, policies=[])
     assert [plan.n_replicas for plan in alone.plans] == [1]
     assert any("A single replica (h100-llama-3.1-8b) serves nothing" in note for note in notes(alone))
-    safe = make_plan(flood(20, 1, 1), LENIENT, tables, policies=[], replicas_min=2)
+    safe = make_plan(flood(25, 1, 1), LENIENT, tables, policies=[], replicas_min=2)
     assert [plan.n_replicas for plan in safe.plans] == [2]
     assert not any("A single replica" in note for note in notes(safe))
 
@@ -503,6 +503,17 @@ def test_the_plans_settings_are_exported(report: PlanReport) -> None:
     files = engine_files(plan, load_tables(), report)
     assert f"max-num-seqs: {plan.action['batch_size']}" in files["vllm"]
     assert f"max-running-requests: {plan.action['batch_size']}" in files["sglang"]
+
+
+def test_without_a_plan_the_export_says_that_it_wrote_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "few.csv"
+    log.write_text("arrival_s,prompt_tokens,output_tokens\n0,200,50\n")
+    options = ["plan", "--trace", str(log), "--objective", "ttft_p99=500", "--hardware", "a100-40gb"]
+    assert main([*options, "--export", "vllm", "--export-file", str(tmp_path / "mine.yaml")]) == 1
+    assert not (tmp_path / "mine.yaml").exists()
+    assert "wrote no settings for vllm: No recommendation: the log has 1 request" in capsys.readouterr().err
 
 
 def test_the_plans_drafts_are_exported_as_they_were_played(large: PlanReport) -> None:
