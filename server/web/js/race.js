@@ -9,6 +9,7 @@ import { compact, mean, percent, score as shownScore, sum, words } from "./forma
 import { Knobs, hints, knobsOf, titleOf } from "./knobs.js";
 import { handed, keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
+import { append, columnsOf, first, inRuns, logOf, newRun, oldRun, rows } from "./runs.js";
 import { costOf, explained, mostLost, placeOf, rewarded, scoreBoard, summed } from "./score.js";
 import { MAX_SEED, isSeed, seedOf, today } from "./seeds.js";
 import { Strip, bare, shown } from "./strip.js";
@@ -35,7 +36,6 @@ const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const NO_MOVE = "Leave your sliders: no single move helps now.";
 const NO_MOVE_LEFT = "No single move helps any more: skip to the end, or try moves of your own.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
-const HELD_S = 20; // actions that stay so long are sent once: a request more takes less time than to send them every second
 const KEPT = "race"; // in the session storage: the run that a reload shows again
 
 export async function start(panel) {
@@ -894,37 +894,6 @@ function verify(log) {
   location.hash = "verify?log=handed";
 }
 
-/** A run of which nothing is played yet, from the answer of POST /reset. */
-function newRun(begun) {
-  const run = { session: begun?.session_id, observation: columns(), metrics: columns(), fleet: columns(), action: columns(), reward: [], score_so_far: [], parts: [] };
-  if (begun) append(run.observation, begun.observation);
-  return run;
-}
-
-/** A run as JSON had it. */
-function oldRun(run) {
-  const parts = ["observation", "metrics", "fleet", "action"];
-  return { parts: [], ...run, ...Object.fromEntries(parts.map((name) => [name, columns(run[name])])) };
-}
-
-/** Object whose missing properties are created as empty arrays when they are read. */
-function columns(known = {}) {
-  return new Proxy(known, { get: (target, name) => (typeof name === "string" && name !== "toJSON" ? target[name] ??= [] : undefined) });
-}
-
-/** A batch's actions for every second as `actions` and `repeat` of at most `most` seconds each: those that stay are sent once. */
-function inRuns(seconds, most) {
-  const texts = seconds.map((row) => JSON.stringify(row)), found = [];
-  for (let from = 0, to = 0; from < texts.length; from = to) {
-    while (texts[to] === texts[from] && to - from < most) to++;
-    const listed = found.at(-1);
-    if (to - from >= HELD_S) found.push({ actions: [seconds[from]], repeat: to - from });
-    else if (listed?.repeat === 1 && listed.actions.length + to - from <= most) listed.actions.push(...seconds.slice(from, to));
-    else found.push({ actions: seconds.slice(from, to), repeat: 1 });
-  }
-  return found;
-}
-
 /** Settings in which one move each was made, after the one without any. */
 const trials = (action, moves) => [action, ...moves.map(({ name, value }) => ({ ...action, [name]: value }))];
 
@@ -944,25 +913,3 @@ async function inTurn(list, answer) {
 
 /** A number of things, such as "2 replicas". */
 const counted = (number, thing) => `${number} ${thing}${number === 1 ? "" : "s"}`;
-
-/** The first row of columns by name. */
-const first = (table) => Object.fromEntries(Object.entries(table).map(([name, column]) => [name, column[0]]));
-
-/** An array of objects as columns by name. */
-const columnsOf = (table) => Object.fromEntries(Object.keys(table[0]).map((name) => [name, table.map((row) => row[name])]));
-
-/** Columns by name as an array of objects. */
-function rows(table) {
-  const names = Object.keys(table);
-  return table[names[0]].map((_, i) => Object.fromEntries(names.map((name) => [name, table[name][i]])));
-}
-
-/** The episode log of a run, as graders read it. */
-function logOf(run) {
-  const metrics = rows(run.metrics);
-  return rows(run.action).map((action, i) => ({ timestep: i + 1, action, reward: run.reward[i], metrics: metrics[i] }));
-}
-
-function append(target, values) {
-  for (const [name, value] of Object.entries(values)) target[name].push(value);
-}
