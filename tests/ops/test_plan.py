@@ -422,10 +422,10 @@ def test_settings_draft_only_if_asked() -> None:
 
 def test_a_single_replica_is_warned_of_and_two_may_be_asked_for() -> None:
     tables = registered_tables(["h100"], "llama-3.1-8b")
-    alone = make_plan(flood(25, 1, 1), LENIENT, tables, policies=[])
+    alone = make_plan(flood(60, 1, 1), LENIENT, tables, policies=[])
     assert [plan.n_replicas for plan in alone.plans] == [1]
     assert any("A single replica (h100-llama-3.1-8b) serves nothing" in note for note in notes(alone))
-    safe = make_plan(flood(25, 1, 1), LENIENT, tables, policies=[], replicas_min=2)
+    safe = make_plan(flood(60, 1, 1), LENIENT, tables, policies=[], replicas_min=2)
     assert [plan.n_replicas for plan in safe.plans] == [2]
     assert not any("A single replica" in note for note in notes(safe))
 
