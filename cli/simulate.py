@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from simulator.hardware.tables import ServingTables
     from simulator.load.requests import RequestLog
 
+LATENCIES: Final = {
+    "ttft": "to the first token (TTFT)",
+    "tpot": "per output token (TPOT)",
+    "itl": "between tokens (ITL)",
+    "e2e": "of the request (E2E)",
+}
 SWEEP_POINTS: Final = 12
 SWEEP_S: Final = 60.0
 """Seconds of requests for each point of a sweep, unless --requests or --burst-s is given."""
@@ -154,17 +160,38 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**result, **({"objectives": verdicts} if verdicts else {})}))
         return 0
-    from ops.report import plain
-
     print(played)
     if served.refused:
         print(served.refused)
-    width = max(map(len, result))
-    for name, value in result.items():
-        print(f"{name:{width}}  {plain(value)}")
-    for name, met in verdicts.items():
-        print(f"{name:{width}}  {'met' if met else 'missed'}")
+    _print(result)
+    for objective, met in zip(objectives, verdicts.values(), strict=True):
+        print(f"{objective.label} <= {objective.limit_ms:g} ms: {'met' if met else 'missed'}")
     return 0
+
+
+def _print(result: dict[str, Any]) -> None:
+    """The figures of a load in words and tables."""
+    from cli.figures import print_table
+    from ops.report import plain
+
+    said = {name: plain(value) for name, value in result.items()}
+    print(
+        f"{said['completed']} of {said['n_requests']} requests answered, {said['rejected']} refused, in "
+        f"{said['makespan_s']} s: {said['output_tokens_per_s']} output tokens/s"
+    )
+    statistics = ("mean", "p50", "p90", "p95", "p99")
+    rows = [[name, *(said[f"{key}_{each}_ms"] for each in statistics)] for key, name in LATENCIES.items()]
+    print_table(["latency (ms)", *statistics], rows)
+    if len(result["classes"]) > 1:
+        print_table(
+            ["class", "answered", "TTFT p50 ms", "p99 ms"],
+            [[name, *each.values()] for name, each in result["classes"].items()],
+        )
+    print(f"KV pool at most {result['peak_kv_occupancy']:.1%} full, preemptions: {said['preemptions']}")
+    memory = "more than there is (out of memory)" if result["oom"] else f"{said['gpu_memory_gb']} GB"
+    print(f"memory used on a GPU: {memory}; GPU-seconds: {said['gpu_seconds']}")
+    support = ", ".join(f"{share:.0%} {level}" for level, share in result["support"].items() if share)
+    print(f"timings of the busy seconds: {support}")
 
 
 def _check(args: argparse.Namespace) -> None:
