@@ -148,9 +148,10 @@ def plan_report(report: PlanReport) -> Report:
     nearest = sorted(report.unmet, key=lambda plan: (-plan.share_in_time, -plan.margin))
     scaled = _scaling_rows(report.autoscaling)
     title = "nearest fleet" if not report.plans else "cheapest fleet" if report.currency else "fewest GPUs"
+    order = "" if report.currency or not report.plans else " (no prices: of equally many, the smallest card first)"
     return Report(
         " ".join(answer(report)),
-        {f"{title} of each hardware": [_plan_cells(report, plan) for plan in report.plans or nearest]},
+        {f"{title} of each hardware{order}": [_plan_cells(report, plan) for plan in report.plans or nearest]},
         cautions(report),
         refused_lines(report),
         Report("Details", {"the first plan's replicas, set by an autoscaler": scaled}, details(report)),
@@ -366,9 +367,7 @@ def details(report: PlanReport) -> list[str]:
         part = f"the busiest {report.searched_s:,.0f} s of the log"
         found.append(f"Searched on {part}, played on {played}; the line on more traffic uses the busiest part.")
     if not report.currency:
-        found.append(
-            "Without prices, plans are sorted by GPUs, then by memory of the card (smallest first), then margin."
-        )
+        found.append("Without prices, plans are sorted by GPUs, then memory of the card (smallest first), then margin.")
     elif report.prices_from:
         found.append(f"Prices: {report.prices_from}.")
     if report.plans and not report.adaptive:

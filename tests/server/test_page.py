@@ -298,7 +298,7 @@ def test_the_race_counts_down_to_floods_and_names_one_slider_to_move(visit: Visi
     batch.press("ArrowRight")  # on its way, so the tip stays
     assert tip.search(about.inner_text())
     soon = r"Flood in 1?\d s: 10 times the load\. "
-    move = r"Move Batch size up \(batch \d+\): fewer requests wait\. Worth 0\.[12]\d\d by the end"
+    move = r"Move Batch size up \(batch \d+\): fewer requests wait\. .*you gain 0\.[12]\d\d"
     expect(about).to_contain_text(re.compile(soon + move), timeout=PATIENCE_MS)
     expect(about).to_contain_text(re.compile(r"Flood: 1?\d s left\."), timeout=PATIENCE_MS)
 
@@ -1157,7 +1157,8 @@ def test_a_plan_without_prices_shows_latencies_and_what_may_change_it_beside_a_f
     )
     assert large < small  # the larger card is the faster one
     said = plan.locator("ul:visible")
-    expect(said).to_contain_text("No prices were given: of 2 cards with equally many GPUs, the one with the least")
+    expect(plan.locator("caption").first).to_contain_text("the card with the least memory comes first")
+    expect(said).to_contain_text("2 cards need equally many GPUs: enter your prices to compare them by cost.")
     expect(said).to_contain_text("A single replica serves nothing while it fails or restarts: set Replicas, at least")
     assert objections(page) == []
 

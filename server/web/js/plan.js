@@ -124,7 +124,7 @@ class PlanTab {
     const plans = first ? report.plans : nearest(report);
     const nodes = [el("h2", { class: "verdict", text: said })];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
-    if (first || !tooLong(report)) nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
+    if (first || !tooLong(report)) nodes.push(table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card, the first choice on top${priced ? "" : "; no prices were given, so of equally many GPUs the card with the least memory comes first"}` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
       el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99 % of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
     if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report, this.named));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
@@ -182,7 +182,7 @@ function warnings({ plans, tried, currency, growth, objectives }) {
   const safe = tried.filter(({ verdict: one }) => one === "meets with 90 %").sort((a, b) => (a.cost_per_hour ?? a.n_gpus) - (b.cost_per_hour ?? b.n_gpus))[0];
   return [
     first.verdict === "likely" && (safe ? `Smallest fleet tried that is 90 % certain: ${rent(safe)}, ${settingOf(safe)}.` : "No fleet that was tried is 90 % certain."),
-    !currency && others && `No prices were given: of ${others + 1} cards with equally many GPUs, the one with the least memory is first. Enter your prices to compare them by cost.`,
+    !currency && others && `${others + 1} cards need equally many GPUs: enter your prices to compare them by cost.`,
     outgrown && `With ${outgrown.traffic} times the traffic it no longer meets ${why}${needed ? `: that takes ${needed} ${needed > 1 ? "GPUs" : "GPU"} with these settings` : ""}.`,
     first.n_replicas === 1 && "A single replica serves nothing while it fails or restarts: set Replicas, at least, to 2 if that matters.",
     !["FP16", "BF16"].includes(first.precision) && `${first.precision} changes the model's answers, which this plan does not measure: choose 16 bit only if they must stay.`,

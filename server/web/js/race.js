@@ -559,7 +559,7 @@ class Race {
     const worse = moves.map((_, i) => Math.min(scores[i], scores[moves.length + i])), best = bestMove(moves, worse, least, scales ? SCALING_GAIN : GAIN);
     if (!best || scales) return best ?? null;
     const dips = courses[moves.indexOf(best.move)].findLastIndex((score, i) => score < none[i] - LEAST) + 1;
-    return { ...best, worth: ` Worth ${shownScore(best.score - least)} by the end${dips > before.length ? `; your score dips until second ${dips}` : ""}.` };
+    return { ...best, worth: dips > before.length ? ` Your score falls until second ${dips}; by the end you gain ${shownScore(best.score - least)}.` : ` By the end you gain ${shownScore(best.score - least)}.` };
   }
 
   /** Moves of one slider: towards the best constant setting and what is `planned`, and in tasks that scale to a few replicas more or fewer. */
