@@ -268,7 +268,7 @@ def planned(table: str) -> tuple[Any, ServingTables, dict[str, str]]:
     """A plan in the table's first precision, without drafts, and its configuration files."""
     tables = load_tables(table_path(table))
     report = make_plan(
-        flood(20, 1, 1),
+        flood(40, 1, 1),
         [parse_objective("ttft_p50=2000")],
         {table: tables},
         precisions=[tables.tiers[0]],
