@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
     if args.export and first is not None:
         write_export(export_file, chosen_file(files, args.export))
     elif args.export:
-        why = report.to_dict()["undecided"] or "no fleet tried meets the objectives."
+        why = report.undecided or "no fleet tried meets the objectives."
         print(f"wrote no settings for {args.export}: {why}", file=sys.stderr)
     return 0 if report.plans else 1
 

@@ -164,15 +164,15 @@ def run(args: argparse.Namespace) -> int:
     if served.refused:
         print(served.refused)
     _print(result)
-    for objective, met in zip(objectives, verdicts.values(), strict=True):
-        print(f"{objective.label} <= {objective.limit_ms:g} ms: {'met' if met else 'missed'}")
+    for objective in objectives:
+        print(f"{objective.label} <= {objective.limit_ms:g} ms: {'met' if verdicts[str(objective)] else 'missed'}")
     return 0
 
 
 def _print(result: dict[str, Any]) -> None:
     """The figures of a load in words and tables."""
     from cli.figures import print_table
-    from ops.report import plain
+    from ops.report import levels, plain
 
     said = {name: plain(value) for name, value in result.items()}
     print(
@@ -190,8 +190,7 @@ def _print(result: dict[str, Any]) -> None:
     print(f"KV pool at most {result['peak_kv_occupancy']:.1%} full, preemptions: {said['preemptions']}")
     memory = "more than there is (out of memory)" if result["oom"] else f"{said['gpu_memory_gb']} GB"
     print(f"memory used on a GPU: {memory}; GPU-seconds: {said['gpu_seconds']}")
-    support = ", ".join(f"{share:.0%} {level}" for level, share in result["support"].items() if share)
-    print(f"timings of the busy seconds: {support}")
+    print(f"timings of the busy seconds: {levels(result['support'])}")
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -32,11 +32,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from agents.policies.vllm_defaults import MAX_NUM_SEQS
+from agents.policies.vllm_defaults import MAX_NUM_SEQS, kv_budget_of
 from agents.protocol import FloatArray
 from inferencegym.errors import InvalidConfigError, short_repr
 from inferencegym.messages import parse_json
-from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
+from inferencegym.models import SPEC_LENGTHS
 from ops.capacity import PolicyOutcome
 from ops.plan import Plan, PlanReport, action_of
 from ops.shadow import ShadowReport
@@ -235,14 +235,8 @@ def knobs_of_vllm(config: Mapping[str, Any], tables: ServingTables) -> tuple[dic
     if (share := given.pop("gpu-memory-utilization", None)) is not None:
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise InvalidConfigError(f"gpu-memory-utilization={short_repr(share)} must be above 0 and at most 1")
-        memory = tables.meta["memory_gb"]
-        weights_gb = float(tables.weights_gb[knobs.get("quant_tier", 0)])
-        fixed_gb = weights_gb + float(memory["activations_gb"])
-        slots_gb = float(memory["per_sequence_gb"]) * knobs.get("batch_size", MAX_NUM_SEQS)
-        pool_gb = float(tables.meta["memory_budget_gb"]) - fixed_gb - float(memory["workspace_gb"])
-        bounds = ACTION_FIELDS["kv_budget"]
-        budget = (share * reported_gb(tables.meta) - fixed_gb - slots_gb) / pool_gb
-        knobs["kv_budget"] = min(bounds.high, max(bounds.low, budget))
+        seqs, tier_index = knobs.get("batch_size", MAX_NUM_SEQS), knobs.get("quant_tier", 0)
+        knobs["kv_budget"] = kv_budget_of(share, seqs, tier_index, tables)
     if (drafts := _object(given.pop("speculative-config", None))) and "num_speculative_tokens" in drafts:
         knobs["spec_length"] = drafts["num_speculative_tokens"]
     if _object(given.get("kv-transfer-config")).get("kv_connector") == "NixlConnector":

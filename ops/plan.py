@@ -199,9 +199,14 @@ class PlanReport:
     refused: dict[str, str]
     tried: list[Plan] = field(repr=False)
 
+    @property
+    def undecided(self) -> str | None:
+        """Why the log is too short for a plan; None if it is not."""
+        return too_few(self.log["requests"])
+
     def to_dict(self) -> dict[str, Any]:
         """JSON form; ``undecided`` says why no plan is recommended, and is None if one is."""
-        return {**asdict(self), "undecided": too_few(self.log["requests"])}
+        return {**asdict(self), "undecided": self.undecided}
 
 
 def make_plan(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
-from ops.capacity import GRID, too_few
+from ops.capacity import GRID
 from ops.margins import LIKELY, LOADS, WITH_90
 from ops.objectives import WINDOW_S, Objective, parse_objective
 from simulator.hardware.catalogue import usual_name
@@ -143,8 +143,8 @@ def _svg(figure: Figure, name: str) -> str:
 
 def plan_report(report: PlanReport) -> Report:
     """A plan: the answer, the cheapest fleets, what may change the answer, and details."""
-    if few := too_few(report.log["requests"]):
-        return Report(few, {}, [], refused_lines(report))
+    if report.undecided:
+        return Report(report.undecided, {}, [], refused_lines(report))
     nearest = sorted(report.unmet, key=lambda plan: (-plan.share_in_time, -plan.margin))
     scaled = _scaling_rows(report.autoscaling)
     title = "nearest fleet" if not report.plans else "cheapest fleet" if report.currency else "fewest GPUs"
@@ -229,8 +229,8 @@ def _fleet(report: PlanReport, plan: Plan) -> str:
 
 def answer(report: PlanReport) -> list[str]:
     """What to rent and how sure it is, or what comes nearest; one or two sentences."""
-    if few := too_few(report.log["requests"]):
-        return [few]
+    if report.undecided:
+        return [report.undecided]
     objectives = _objectives(report)
     asked = " and ".join(f"{o.label} <= {plain(o.limit_ms)} ms" for o in objectives)
     if report.share_met > max(o.share for o in objectives):
@@ -402,8 +402,12 @@ def _support_lines(report: PlanReport) -> list[str]:
     """How well measurements cover the seconds of the first plan."""
     if not report.plans:
         return []
-    levels = ", ".join(f"{share:.0%} {level}" for level, share in report.plans[0].support.items() if share > 0)
-    return [f"Kernel timings of the first plan's seconds: {levels} (docs/hardware.md)."]
+    return [f"Kernel timings of the first plan's seconds: {levels(report.plans[0].support)} (docs/hardware.md)."]
+
+
+def levels(support: Mapping[str, float]) -> str:
+    """Shares of the seconds by how well measurements cover them, such as "39% interpolated, 61% modelled"."""
+    return ", ".join(f"{share:.0%} {level}" for level, share in support.items() if share > 0)
 
 
 def _adapting(report: PlanReport) -> str:
@@ -494,14 +498,13 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
         "what each policy would have done": rows,
         f"best_constant under an autoscaler, {scaling.WITHIN_MISSES}": _scaling_rows(report.autoscaling),
     }
-    shares = ", ".join(f"{share:.0%} {level}" for level, share in best.support.items() if share > 0)
     lines = [
         *(f"{o.policy}: {_shadow_setting(o.action, tables)}" for o in report.outcomes if o.action),
         "KV is the share of the KV pool that the setting uses; vLLM's own default comes to about 1.",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
         f"Simulated: {usual_name(str(tables.meta['model']))} on {report.hardware}, table {report.table_sha256[:12]}; "
         "latencies are not corrected by measurements, as those of `plan` are.",
-        f"Support by measurements of the seconds of {best.policy}: {shares}.",
+        f"Support by measurements of the seconds of {best.policy}: {levels(best.support)}.",
         *table_notes(tables),
     ]
     gpus = (

@@ -26,17 +26,21 @@ class VllmDefaultsAgent(ConstantAgent):
 
 
 def vllm_defaults(tables: ServingTables) -> ServeAction:
-    """Knobs of vLLM's defaults on an A100: 256 slots, 90 % of the memory, FP16, no drafts, no separate prefill GPUs.
+    """Knobs of vLLM's defaults on an A100: 256 slots, 90 % of the memory, FP16, no drafts, no separate prefill GPUs."""
+    kv_budget = kv_budget_of(GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, 0, tables)
+    return replace(NAIVE_ACTION, batch_size=MAX_NUM_SEQS, kv_budget=kv_budget)
 
-    ``kv_budget`` is the share of the KV pool with which weights, activations, slots and pool take 90 % of what the card
-    reports, which is what the engine measures at its start; :mod:`ops.export` converts the other way.
+
+def kv_budget_of(gpu_memory_utilization: float, max_num_seqs: int, tier: int, tables: ServingTables) -> float:
+    """Share of the KV pool that vLLM's two options leave, within the knob's bounds; without a draft model.
+
+    Weights (of the precision ``tier``), activations, slots and pool then take the share ``gpu_memory_utilization`` of
+    what the card reports, which is what the engine measures at its start; :mod:`ops.export` converts the other way.
     """
     memory = tables.meta["memory_gb"]
-    fixed_gb = float(tables.weights_gb[0]) + float(memory["activations_gb"])
+    fixed_gb = float(tables.weights_gb[tier]) + float(memory["activations_gb"])
     pool_gb = float(tables.meta["memory_budget_gb"]) - fixed_gb - float(memory["workspace_gb"])
-    slots_gb = MAX_NUM_SEQS * float(memory["per_sequence_gb"])
-    free_gb = GPU_MEMORY_UTILIZATION * reported_gb(tables.meta) - fixed_gb - slots_gb
+    slots_gb = max_num_seqs * float(memory["per_sequence_gb"])
+    free_gb = gpu_memory_utilization * reported_gb(tables.meta) - fixed_gb - slots_gb
     bounds = ACTION_FIELDS["kv_budget"]
-    return replace(
-        NAIVE_ACTION, batch_size=MAX_NUM_SEQS, kv_budget=min(bounds.high, max(bounds.low, free_gb / pool_gb))
-    )
+    return min(bounds.high, max(bounds.low, free_gb / pool_gb))

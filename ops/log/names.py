@@ -158,8 +158,8 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
             times = found if quantity == "arrival" else times
     if "duration" in names and ("arrival" not in names or times):
         times += _usual("end", there)
-        if "duration" in given_names and any(map(is_end, times)):
-            times = list(filter(is_end, times))  # whoever names the duration means the time of the end
+        if "duration" in given_names:
+            times = list(filter(is_end, times)) or times  # whoever names the duration means the time of the end
         names.update(arrival=times[0]) if times else None
     elif "duration" not in given_names:
         names.pop("duration", None)

@@ -103,6 +103,8 @@ def test_objectives_are_judged(capsys: Capture) -> None:
     assert json.loads(said(capsys, *options))["objectives"] == {"ttft_p99=500": True, "tpot_mean=1": False}
     told = said(capsys, *(each for each in options if each != "--json")).splitlines()
     assert told[-2:] == ["TTFT p99 <= 500 ms: met", "TPOT mean <= 1 ms: missed"]
+    twice = ["--objective", "ttft_p99=500"] * 2
+    assert said(capsys, "--qps", "4", "--requests", "5", *twice).count("TTFT p99 <= 500 ms: met") == 2
 
 
 def test_an_objective_is_a_statistic_and_a_limit() -> None:

@@ -64,7 +64,7 @@ const REMEDIES = [
 
 /** An alert with an error of a form, or of the API in the form's words; `box` has the log that it is about. */
 function refusal({ message, code = "", next = "" }, box) {
-  const told = inTheForm(message), [, remedy] = REMEDIES.find(([said]) => said.test(told)) ?? (code.startsWith("invalid_") ? [told, ""] : []);
+  const told = inTheForm(message), remedy = REMEDIES.find(([said]) => said.test(told))?.[1] ?? (code.startsWith("invalid_") ? "" : undefined);
   return problem({ message: told.replaceAll(box.body.name, box.called).replace(/(not allowed: )\w+ must/, "$1it must"), next: remedy ?? (box.called === box.name ? next : next.replace("the file", "the text")) });
 }
 
