@@ -65,8 +65,8 @@ def parse_objective(text: str) -> Objective:
             raise ValueError
     except ValueError:
         raise InvalidConfigError(
-            f"objective={short_repr(text)} is not allowed: it must be QUANTITY_STATISTIC=MILLISECONDS, quantity one of "
-            f"{', '.join(QUANTITIES)}, statistic one of {', '.join(STATISTICS)}, as in ttft_p99=500",
+            f"objective={short_repr(text)} is not allowed: it must be QUANTITY_STATISTIC=MILLISECONDS, without a unit; "
+            f"quantity one of {', '.join(QUANTITIES)}, statistic one of {', '.join(STATISTICS)}, as in ttft_p99=500",
             "objective",
         ) from None
     return Objective(found[1], found[2], limit)

@@ -26,6 +26,7 @@ _NOTHING: Final = frozenset({"", "0", "none", "null", "nan", "false", "{}", "[]"
 _HTTP_ERROR: Final = re.compile(r"[4-9][0-9][0-9](?:\.0*)?")
 _THOUSANDS: Final = re.compile(r"[0-9]{1,3}(,[0-9]{3})+([.][0-9]*)?")
 _WEB_SERVER_TIME: Final = "%d/%b/%Y:%H:%M:%S %z"
+_DATE: Final = re.compile(r"\[?([0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{2}/[A-Za-z]{3}/[0-9]{4})")
 _UNIT_SUFFIX: Final = re.compile(r"(?:_|\()(s|sec|seconds|ms|us|ns)\)?$")
 FIRST_DATE_S: Final = 1e8
 """Smallest time that counts from 1970 (s; it is in 1973). Smaller ones count from the log's start, or are durations."""
@@ -49,7 +50,7 @@ class Clock:
 
     def __init__(self, unit: str | None = None, name: str = "") -> None:
         self._unit = unit
-        self.assumed = False
+        self._settled = self.assumed = False
         if unit is None and (found := _UNIT_SUFFIX.search(name.lower())) is not None:
             self._unit = found[1] if found[1] in UNITS else "s"
         self.form = "" if self._unit is None else f"in {self._unit}"
@@ -59,7 +60,7 @@ class Clock:
         if isinstance(column.dtype, pd.DatetimeTZDtype) or column.dtype.kind == "M":
             self.form = "timestamp"
             return self._of_dates(column, pd.to_datetime(column, utc=True), source, name)
-        if not self.form:
+        if not self._settled:
             self._settle(column)
         if self._unit is None:
             # One format for all lines, so that a day is never taken for a month on only some of them.
@@ -70,11 +71,14 @@ class Clock:
         return numbers(column, source, name, 0.0, MAX_NUMBER * per_second) / per_second
 
     def _settle(self, column: pd.Series) -> None:
+        self._settled = True
         known = column.dropna()
         first = known.iloc[0] if len(known) else 0
         number = pd.to_numeric(pd.Series([first], dtype="object"), errors="coerce").iloc[0]
-        if isinstance(first, str) and np.isnan(number):
+        if isinstance(first, str) and np.isnan(number) and (self._unit is None or _DATE.match(first.strip())):
+            self._unit = None  # a date needs no unit
             self.form = "ISO 8601" if "/" not in first.partition(":")[0] else "time of a web server's log"
+        if self.form:
             return
         self._unit, self.form, self.assumed = "s", "in s", True
         for least, unit in _EPOCHS:

@@ -54,13 +54,22 @@ def _benchmark(source: Source) -> list[Record]:
 def _detailed_result(source: Source) -> list[Record]:
     """Requests of a detailed result of vLLM's benchmark, which has one list per field."""
     result = source.document()
+    if result.find("input_lens") is None:
+        raise source.wrong("holds totals, not requests: run `vllm bench serve` with --save-result and --save-detailed")
+    if result.find("start_times") is None:
+        raise source.wrong(
+            "has no start_times, so when the requests arrived is unknown: `vllm bench serve --save-detailed` writes "
+            "them since January 2026 (https://github.com/vllm-project/vllm/pull/32667)"
+        )
     lists = {name: result.at(name).elements() for name in ("start_times", "input_lens", "output_lens")}
     errors = result.find("errors")
     # If the list of errors is missing or empty, no request failed.
     lists["errors"] = (errors.elements() if errors is not None else []) or [""] * len(lists["start_times"])
     if len({len(values) for values in lists.values()}) != 1:
         raise source.wrong("start_times, input_lens, output_lens and errors must be lists of equal length")
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    model = result.find("model_id")
+    about = {} if model is None else {"model_id": model.value}
+    return [{**about, **dict(zip(lists, values, strict=True))} for values in zip(*lists.values(), strict=True)]
 
 
 def _conversations(source: Source) -> list[Record]:
@@ -195,8 +204,8 @@ FORMATS: Final = (
     ),
     Format(
         "vllm",
-        "arrival=start_times:s, prompt=input_lens, output=output_lens, status=errors",
-        told_by=("start_times",),
+        "arrival=start_times:s, prompt=input_lens, output=output_lens, status=errors, model=model_id",
+        told_by=("start_times", "input_lens", "request_throughput"),
         records=_detailed_result,
     ),
     Format(

@@ -62,7 +62,7 @@ USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "blocks": ("hash_ids",),
     "session": ("session_id", "conversation_id"),
     "id": ("request_id", "req_id", "id"),
-    "model": ("model", "model_name"),
+    "model": ("model", "model_name", "x_model", "x_model_name", "requested_model", "served_model", "model_id"),
 }
 """Usual names of each quantity, the most reliable first; case, spaces and punctuation do not count. ``end`` are times
 that tell the arrival together with a duration."""

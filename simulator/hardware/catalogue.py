@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from inferencegym.errors import InvalidConfigError, short_repr
+from inferencegym.errors import InvalidConfigError, did_you_mean, short_repr
 from inferencegym.tasks import DATA_DIR, table_entry, table_index
 
 _PRECISIONS: Final = {
@@ -102,19 +102,19 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
     of exactly one model. Raises :class:`InvalidConfigError` listing the choices.
     """
     index = table_index()
-    for name in hardware or ():
-        if name not in hardware_names():
-            raise InvalidConfigError(
-                f"hardware={short_repr(name)} is not in the catalogue: choose a card "
-                f"({', '.join(dict.fromkeys((*map(short_name, cards()), *cards())))}) or a table of "
-                "`inferencegym hardware`",
-                "hardware",
-            )
+    if unknown := [name for name in hardware or () if name not in hardware_names()]:
+        known = ", ".join(dict.fromkeys(map(short_name, cards())))
+        choose = f"choose a card ({known}) or a table of `inferencegym hardware`"
+        raise InvalidConfigError(
+            f"hardware={', '.join(map(short_repr, unknown))} is not in the catalogue: "
+            f"{did_you_mean(unknown[0], hardware_names(), choose)}",
+            "hardware",
+        )
     wanted = list(index) if hardware is None else _tables_of(hardware)
     there = dict.fromkeys(m for m in models() if any(_same_model(m, index[n]["model"]) for n in wanted))
     if model is None:
         if len(there) > 1:
-            raise InvalidConfigError(f"model is missing: this hardware has tables of {', '.join(there)}", "model")
+            raise InvalidConfigError(f"model is missing: choose --model from {', '.join(there)}", "model")
         return tuple(wanted)
     found = tuple(name for name in wanted if _same_model(model, index[name]["model"]))
     if not found:
@@ -138,8 +138,12 @@ def tables_of_log(
         return tables_named(hardware, model), model
     except InvalidConfigError as error:
         named = log_model() if error.field == "model" and model is None else None
-        if usual_name(named or "") not in models():
+        if named is None:
             raise
+        if usual_name(named) not in models():
+            raise InvalidConfigError(
+                f"{error}; the log names {short_repr(named)}, which has no table", "model"
+            ) from None
         return tables_named(hardware, named), named
 
 

@@ -112,6 +112,18 @@ def test_each_format_is_recognised_and_read_exactly(
     assert imported.log.output_tokens.tolist() == outputs
 
 
+def test_a_benchmark_of_vllm_names_its_model_and_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.json"
+    found = {**json.loads(VLLM), "model_id": "meta-llama/Llama-3.1-8B", "request_throughput": 2.0}
+    path.write_text(json.dumps(found))
+    assert import_log(path).model == "meta-llama/Llama-3.1-8B"
+    for lost, told in (("start_times", "has no start_times"), ("input_lens", "holds totals, not requests")):
+        del found[lost]
+        path.write_text(json.dumps(found))
+        with pytest.raises(DataFormatError, match=f"{told}.*--save-detailed"):
+            import_log(path)
+
+
 def test_a_request_follows_the_last_one_with_most_of_its_prompt_or_its_session(tmp_path: Path) -> None:
     blocks = tmp_path / "m.jsonl"
     # The third shares 512 of its 1,600 tokens with both others, the fourth 512 of 2,000, the last 1,024 of 1,100.

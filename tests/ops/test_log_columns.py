@@ -247,6 +247,19 @@ def test_columns_of_other_names_are_named_with_a_unit(tmp_path: Path) -> None:
         assert bad.value.field == "columns"
 
 
+def test_dates_need_no_unit(tmp_path: Path) -> None:
+    rows = "2025-11-01T10:00:00Z,5,5\n2025-11-01T10:00:01.5Z,5,5\n"
+    for name, columns in (("started", "arrival=started:ms"), ("start_time_ms", None)):
+        (tmp_path / "log.csv").write_text(f"{name},prompt,output\n{rows}")
+        assert import_log(tmp_path / "log.csv", columns=columns).log.arrival_s.tolist() == [0.0, 1.5]
+
+
+@pytest.mark.parametrize("name", ["model", "model_id", "x-model"])
+def test_a_log_names_its_model(tmp_path: Path, name: str) -> None:
+    (tmp_path / "log.csv").write_text(f"arrival_s,prompt,output,{name}\n0,5,5,llama\n1,5,5,llama\n")
+    assert import_log(tmp_path / "log.csv").model == "llama"
+
+
 def test_a_time_with_its_unit_in_brackets_is_found(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_text("Time (ms)\tPrompt Tokens\tGenerated Tokens\n0\t5\t5\n1500\t5\t5\n")
     assert import_log(tmp_path / "log.tsv").log.arrival_s[-1] == 1.5

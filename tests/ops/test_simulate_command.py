@@ -304,7 +304,7 @@ def test_a_model_and_a_card_choose_a_table_and_the_others_are_named(capsys: Capt
     assert fp8 == said(capsys, "--hardware", "b200-qwen3-32b", "--quant", "FP8", *load[1:])
     assert fp8 != said(capsys, "--hardware", "b200-qwen3-32b", *load[1:])
     assert main(["simulate", "--hardware", "l40s"]) == 2
-    assert "model is missing: this hardware has tables of llama-3.1-8b, gpt-oss-20b" in capsys.readouterr().err
+    assert "model is missing: choose --model from llama-3.1-8b, gpt-oss-20b" in capsys.readouterr().err
     assert main(["simulate", "--model", "nonsense"]) == 2
     assert "model='nonsense' has no table on this hardware: there are llama-3.1-8b" in capsys.readouterr().err
     assert main(["simulate", "--table", "mine.parquet", "--model", "llama-3.1-8b"]) == 2
