@@ -193,17 +193,14 @@ def _vllm_file(text: str) -> dict[str, Any]:
 
 def _baseline(text: str, tables: ServingTables, precision: str | None) -> dict[str, Any]:
     """The user's settings, by default in this precision; a precision may have its name in the table."""
-    from inferencegym.errors import InvalidConfigError, short_repr
+    from inferencegym.errors import InvalidConfigError
 
     fixed = {**({"quant_tier": precision} if precision else {}), **_object(text)}
     for name in fixed:
         if (instead := _VLLM_NAMES.get(name.lower().replace("-", "_"))) is not None:
             raise InvalidConfigError(f"--baseline: unknown field {name}: {instead}")
     if isinstance(tier := fixed.get("quant_tier"), str):
-        if tier.upper() not in tables.tiers:
-            known = ", ".join(tables.tiers)
-            raise InvalidConfigError(f"quant_tier={short_repr(tier)} is not in the table: one of {known}")
-        fixed["quant_tier"] = tables.tiers.index(tier.upper())
+        fixed["quant_tier"] = tables.tier_index(tier.upper())
     return fixed
 
 

@@ -211,10 +211,11 @@ def _cannot_write_prefill(engine: str) -> InvalidConfigError:
 def knobs_of_vllm(config: Mapping[str, Any], tables: ServingTables) -> tuple[dict[str, Any], list[str]]:
     """Knobs that a configuration of ``vllm serve`` sets (the inverse of :func:`vllm_options`), and the names of others.
 
+    ``config`` has options by their names on the command line, with dashes.
     Options that it leaves out are not among the knobs; those that the simulator does not know, or that only repeat what
     it plays anyway, are named. Raises :class:`InvalidConfigError` for a value that no knob or table has.
     """
-    given = {name.replace("_", "-"): value for name, value in config.items()}
+    given = dict(config)
     knobs: dict[str, Any] = {}
     if (seqs := given.pop("max-num-seqs", None)) is not None:
         knobs["batch_size"] = seqs
@@ -226,9 +227,7 @@ def knobs_of_vllm(config: Mapping[str, Any], tables: ServingTables) -> tuple[dic
         )
     tier = _tier_of_vllm(given)
     if tier is not None:
-        if tier not in tables.tiers:
-            raise InvalidConfigError(f"precision {tier} is not in the table: one of {', '.join(tables.tiers)}")
-        knobs["quant_tier"] = tables.tiers.index(tier)
+        knobs["quant_tier"] = tables.tier_index(tier)
     given.pop("model", None)
     if given.get("max-num-batched-tokens") == tables.meta["max_batched_tokens"]:
         del given["max-num-batched-tokens"]

@@ -142,9 +142,7 @@ def test_a_misspelt_command_or_option_ends_with_the_one_that_was_meant(capsys: p
 
 def test_options_are_refused_before_a_log_is_read_or_an_engine_asked(capsys: pytest.CaptureFixture[str]) -> None:
     shadow = "shadow", "--trace", "none.csv", "--hardware", "h100-qwen3-32b"
-    assert "quant_tier='INT4' is not in the table: one of BF16, FP8" in refusal(
-        capsys, *shadow, "--baseline", '{"quant_tier": "INT4"}'
-    )
+    assert "precision 'INT4' is not one of " in refusal(capsys, *shadow, "--baseline", '{"quant_tier": "INT4"}')
     assert "did you mean batch_size?" in refusal(capsys, *shadow, "--baseline", '{"max_num_seqs": 64}')
     assert "one of fixed, best_constant, best_own_precision, heuristic" in refusal(
         capsys, *shadow, "--export", "vllm", "--export-policy", "foo"
