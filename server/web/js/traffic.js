@@ -4,7 +4,7 @@ import * as address from "./address.js";
 import { once, post } from "./api.js";
 import { TimeChart } from "./charts.js";
 import { announce, el, field, fill, problem, select } from "./dom.js";
-import { compact } from "./format.js";
+import { compact, score as shownScore } from "./format.js";
 import { scoreBoard } from "./score.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
@@ -28,6 +28,7 @@ class Traffic {
     this.generation = 0;
     this.taskSelect = select(tasks.map(({ id, difficulty }) => [id, difficulty.replace(/^./, (letter) => letter.toUpperCase())]), tasks[0].id, () => this.choose());
     this.buttons = ACTIONS.map(([name, text], i) => el("button", { type: "button", class: "main", text: `${i + 1}  ${text}`, "data-action": name, on: { click: () => this.act(name) } }));
+    this.lead = el("p", { class: "lead" });
     this.again = el("button", { type: "button", text: "Start over", on: { click: () => this.choose() } });
     this.now = el("p", { class: "now", "aria-live": "polite" });
     this.story = el("p", { class: "story" });
@@ -38,7 +39,7 @@ class Traffic {
     this.legend = el("div", { class: "legend" });
     this.node = el("div", {},
       el("h2", { text: "Decide how many requests one server admits" }),
-      this.story,
+      this.story, this.lead,
       el("div", { class: "controls" }, field("Task", this.taskSelect), this.again),
       this.now,
       el("div", { class: "buttons", role: "group", "aria-label": "Your action for the next second" }, ...this.buttons),
@@ -61,8 +62,7 @@ class Traffic {
     this.task = this.tasks.find(({ id }) => id === this.taskSelect.value);
     address.write("traffic", { task: this.task.id });
     this.story.textContent = this.task.description;
-    fill(this.out);
-    fill(this.trouble);
+    for (const part of [this.out, this.trouble, this.lead]) fill(part);
     this.enable(false);
     try {
       const [begun, ...episodes] = await Promise.all([
@@ -76,6 +76,8 @@ class Traffic {
       this.state = begun.state;
       this.mine = { incoming: [], allowed: [], latency: [], queue: [], load: [], action: [], reward: 0 };
       this.rivals = RIVALS.map((rival, i) => ({ ...rival, episode: episodes[i] }));
+      const [adaptive, planner] = episodes.map(({ score }) => shownScore(score));
+      this.lead.textContent = `Each press of a button, or of a key from 1 to 4, plays one second. The adaptive rule scores ${adaptive} of 1, the optimal plan ${planner}.`;
       this.buildBoard();
       this.draw();
       this.enable(true);
@@ -153,7 +155,7 @@ class Traffic {
     this.enable(false);
     const grade = await post("grader", { session_id: this.session }, "traffic");
     const places = [{ ...YOU, score: grade.score, breakdown: grade.breakdown ?? {} }, ...this.rivals.map((rival) => ({ ...rival, score: rival.episode.score, breakdown: rival.episode.breakdown ?? {} }))].sort((a, b) => b.score - a.score);
-    const ending = info.crashed ? `The server crashed at second ${this.mine.action.length} of ${this.length}` : "The server stayed up", verdict = `${ending}. Your score: ${grade.score.toFixed(3)}`;
+    const ending = info.crashed ? `The server crashed at second ${this.mine.action.length} of ${this.length}` : "The server stayed up", verdict = `${ending}. Your score: ${shownScore(grade.score)}`;
     fill(this.out, el("h2", { text: verdict }), info.crashed ? el("p", { text: "Next time, admit less before a spike: Incoming is the load of the second to come." }) : null, scoreBoard(places));
     announce(verdict);
   }
