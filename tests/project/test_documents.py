@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
@@ -180,6 +181,43 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", [line for _, line in readme_commands()], ids=lambda line: line.split()[1])
 def test_every_command_of_the_first_steps_does_what_it_says(command: str, readers_folder: Path) -> None:
     assert shell(command, readers_folder).strip()
+
+
+# --- Running inference ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_chapter_on_operation_run_in_order_as_they_stand(tmp_path: Path) -> None:
+    """In a folder with nothing but the clone's log, and what Envoy's log format and vLLM's benchmark write."""
+    (tmp_path / "server").symlink_to(ROOT / "server")
+    log = (ROOT / "server/web/data/azure-conversation.csv").read_text(encoding="utf-8").splitlines()
+    (envoy,) = (json.loads(each.text) for each in every("json", "docs/operators.md"))
+    lines = [json.dumps(envoy_line(envoy, 0.0, None, None) | {"path": "/v1/models", "model": None})]
+    for arrival_s, prompt, output in (map(float, line.split(",")) for line in log[1:]):
+        lines.append(json.dumps(envoy_line(envoy, arrival_s, int(prompt), int(output))))
+    (tmp_path / "access.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    result = benchmark(5.0, 0, 200, seed=1) | {"model_id": "meta-llama/Llama-3.1-8B-Instruct"}
+    (tmp_path / "bench.json").write_text(json.dumps(result), encoding="utf-8")
+    ours = [block.reduced() for block in every("bash", "docs/operators.md")]
+    script = re.sub(r"(?m)^vllm (?:.*\\\n)*.*\n", "", "".join(ours))
+    assert script.count("inferencegym plan --trace access.jsonl") == 1
+    printed = shell(script, tmp_path)
+    assert "access.jsonl: table; " in printed
+    assert printed.count("\nRent ") == script.count("inferencegym plan")
+
+
+def envoy_line(format: dict[str, str], arrival_s: float, prompt: int | None, output: int | None) -> dict[str, object]:
+    """What Envoy writes for one request: a value for each of its operators, null where it has none."""
+    values = {
+        "%START_TIME%": f"{datetime(2026, 1, 5, 9, tzinfo=UTC) + timedelta(seconds=arrival_s):%Y-%m-%dT%H:%M:%S.%fZ}",
+        "%DURATION%": 1500,
+        "%RESPONSE_CODE%": 200,
+        "%REQ(X-ENVOY-ORIGINAL-PATH?:PATH)%": "/v1/chat/completions",
+        "%REQ(X-AI-EG-MODEL)%": "meta-llama/Llama-3.1-8B-Instruct",
+        "%DYNAMIC_METADATA(PROMPT)%": prompt,
+        "%DYNAMIC_METADATA(OUTPUT)%": output,
+    }
+    return {name: values[operator] for name, operator in format.items()}
 
 
 # --- Python ---------------------------------------------------------------------------------------------------------
