@@ -58,11 +58,17 @@ USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "class": ("class", "class_index"),
     "priority": ("priority",),
     "reused": ("reused_tokens", "reusable_prefix_tokens"),
-    "status": ("status_code", "http_status", "response_status", "status", "success", "error_code", "error"),
+    "status": (
+        *("status_code", "http_status", "response_status", "response_code", "status", "success", "error_code"),
+        "error",
+    ),
     "blocks": ("hash_ids",),
     "session": ("session_id", "conversation_id"),
     "id": ("request_id", "req_id", "id"),
-    "model": ("model", "model_name", "x_model", "x_model_name", "requested_model", "served_model", "model_id"),
+    "model": (
+        *("model", "model_name", "x_model", "x_model_name", "requested_model", "served_model", "gen_ai_request_model"),
+        *("gen_ai_response_model", "model_id"),
+    ),
 }
 """Usual names of each quantity, the most reliable first; case, spaces and punctuation do not count. ``end`` are times
 that tell the arrival together with a duration."""
@@ -205,14 +211,13 @@ def plain(name: str) -> str:
 def _usual(quantity: str, there: list[str]) -> list[str]:
     """Columns with a usual name, the most reliable first; of several, the least nested one."""
     usual = {plain(name): rank for rank, name in enumerate(USUAL_NAMES[quantity])}
+    # Fields may lie inside nested objects, but there a status, id, model or priority is that of something else.
+    nested = quantity not in ("status", "id", "model", "priority")
     found = []
     for place, name in enumerate(there):
-        # Compare the whole path, then its last part: fields may lie inside nested objects.
         whole, last = plain(name), plain(name.rpartition(".")[2])
-        if (rank := usual.get(whole, usual.get(last))) is not None:
+        if (rank := usual.get(whole, usual.get(last) if nested else None)) is not None:
             found.append((name.count("."), rank, place, name))
-    if quantity in ("status", "id", "model", "priority"):  # nested fields of these names describe something else
-        found = [f for f in found if f[0] == 0]
     # Rank comes first: `usage.prompt_tokens` is more reliable than a top-level `prompt`, which may be text.
     return [f[3] for f in sorted(found, key=lambda f: (f[1], f[0], f[2]))]
 

@@ -254,7 +254,7 @@ def test_dates_need_no_unit(tmp_path: Path) -> None:
         assert import_log(tmp_path / "log.csv", columns=columns).log.arrival_s.tolist() == [0.0, 1.5]
 
 
-@pytest.mark.parametrize("name", ["model", "model_id", "x-model"])
+@pytest.mark.parametrize("name", ["model", "model_id", "x-model", "gen_ai.request.model"])
 def test_a_log_names_its_model(tmp_path: Path, name: str) -> None:
     (tmp_path / "log.csv").write_text(f"arrival_s,prompt,output,{name}\n0,5,5,llama\n1,5,5,llama\n")
     assert import_log(tmp_path / "log.csv").model == "llama"
