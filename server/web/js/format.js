@@ -20,7 +20,11 @@ export const mean = (values) => (values.length ? sum(values) / values.length : 0
 /** How often a value differs from the one before it. */
 export const changes = (values) => values.filter((value, i) => i > 0 && value !== values[i - 1]).length;
 
-const PARTS = { slo: "few violations", ttft: "first token", cost: "low cost", gpus: "few replicas", churn: "few changes" }; // of a score
+// The parts of a score: what each rewards.
+const PARTS = { throughput: "fast", slo: "in time", ttft: "quick to begin", cost: "cheap", stability: "steady", memory: "within memory", gpus: "few replicas", churn: "few changes" };
 
-/** A field name as words: `mean_ttft_ms` becomes `mean ttft ms`. */
+/** A field name as words: `mean_ttft_ms` becomes `mean ttft ms`, and a part of a score what it rewards. */
 export const words = (name) => PARTS[name] ?? name.replaceAll("_", " ");
+
+/** A number of things, such as "2 replicas". */
+export const counted = (number, thing) => `${number} ${thing}${number === 1 ? "" : "s"}`;

@@ -11,9 +11,9 @@ const TEXTS = {
   prefill_disagg: ["Separate prefill", "Prompts are read on GPUs of their own: answers do not stall, but it costs more."],
   replicas: ["Replicas", "A new one is paid from now and serves once it has loaded; a removed one finishes its requests."],
 };
-// Why to lower and why to raise a knob, in the order in which hints name them: what gains most in floods comes first.
+// Why to lower and why to raise a knob, in the order in which hints name them: what gains most in surges comes first.
 const REASONS = {
-  replicas: ["replicas with little load cost too", "the load needs more, and a new one has to load first"],
+  replicas: ["idle replicas cost too", "the load needs more, and a new one has to load first"],
   batch_size: ["fewer at once answer sooner", "fewer requests wait"],
   quant_tier: ["a smaller format gains nothing here", "INT8 is faster and takes less memory"],
   kv_budget: ["it leaves memory free", "fewer requests are interrupted"],
@@ -87,7 +87,7 @@ export class Knobs {
   constructor(properties) {
     this.knobs = {};
     this.tiers = properties.quant_tier.anyOf[1].enum;
-    this.node = el("div", { class: "knobs", role: "group", "aria-label": "Your knobs" });
+    this.node = el("div", { class: "knobs", role: "group", "aria-label": "Your sliders" });
     for (const [name, [title, hint]] of Object.entries(TEXTS)) {
       const list = positions(name, properties[name]), fallback = properties[name].default ?? list[0];
       const slider = el("input", { type: "range", id: `knob-${name}`, min: "0", max: String(list.length - 1), step: "1", "aria-describedby": `hint-${name}` });

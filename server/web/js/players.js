@@ -6,7 +6,7 @@ import { words } from "./format.js";
 const LINES = {
   heuristic: { called: "the heuristic", colour: "heuristic" },
   best_adaptive: { label: "Searched policy", called: "the searched policy", colour: "adaptive" },
-  ppo: { label: "PPO", called: "the network trained with PPO", colour: "ppo", dash: [8, 3] },
+  ppo: { label: "PPO", called: "the neural network (PPO)", colour: "ppo", dash: [8, 3] },
   best_static: { label: "Best constant", called: "the best constant setting", colour: "static", dash: [3, 3] },
   random_search: { called: "random search", colour: "search", dash: [6, 2, 1, 2] },
   hill_climb: { label: "Hill climbing", called: "hill climbing", colour: "climb" },
@@ -22,6 +22,9 @@ const LINES = {
   budget: { colour: "climb" },
   planner: { called: "the capacity planner", colour: "planner", dash: [2, 3] },
 };
+
+/** The visitor. */
+export const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 
 /** The run of a link that the visitor followed. */
 export const SHARED = { key: "shared", label: "Challenger", called: "your challenger", title: "The run of the link that you followed.", colour: "shared", dash: [7, 4], width: 2 };

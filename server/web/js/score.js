@@ -3,7 +3,10 @@
 import { el, scrolling } from "./dom.js";
 import { changes, compact, mean, percent, score, sum, words } from "./format.js";
 
-const LEAST = 0.005; // in score: a smaller loss is not told
+export const LEAST = 0.0005; // in score: less is shown as 0
+export const LATE = 0.2; // of the requests: more is an overload
+const TREND_S = 5; // so long an overload may stop and still be the same
+const LOSS = 0.005; // in score: a smaller loss is not told
 
 // What the parts of a score measure; all go up to 1.
 const PARTS = {
@@ -16,15 +19,17 @@ const PARTS = {
   gpus: "how few replicas were paid",
   churn: "how seldom replicas were added or removed",
 };
-const REWARDED = { throughput: "fast", slo: "on time", cost: "cheap", stability: "steady", ttft: "quick to begin", memory: "within memory", gpus: "with few replicas", churn: "seldom rescaled" };
 const BELOW = ["autoscaling", "objectives_memory"]; // grades whose part for violations goes below 0
 const partsOf = (breakdown) => Object.keys(breakdown).filter((part) => part in PARTS);
 
 /** What a score with these parts rewards, in a few words. */
-export const rewarded = (breakdown) => partsOf(breakdown).map((part) => REWARDED[part]).join(", ");
+export const rewarded = (breakdown) => partsOf(breakdown).map(words).join(", ");
 
 /** The parts of a score in words, with their weights where they differ. */
 export const explained = (breakdown, { weights = [], kind }) => partsOf(breakdown).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}${part === "slo" && BELOW.includes(kind) ? ", down to −1 if many were late" : ""}`).join("; ");
+
+// What costs a part of a score.
+const LOST = { throughput: "speed", slo: "late requests", cost: "cost", stability: "moves of Batch size and KV cache", ttft: "slow first tokens", memory: "memory", gpus: "replicas", churn: "changes of replicas" };
 
 // What was seen of a run for each part, in words.
 const SEEN = {
@@ -44,22 +49,19 @@ function weightsOf(breakdown, { weights }) {
   return Object.fromEntries(parts.map((part, i) => [part, weights?.[i] ?? 1 / parts.length]));
 }
 
-/** Why a score is 0: its parts, weighed. */
-export const summed = (breakdown, grade) => `The score is 0 because its parts, weighed, add up to no more: ${Object.entries(weightsOf(breakdown, grade)).map(([part, weight]) => `${words(part)} ${score(weight * breakdown[part])} (${percent(weight)} of ${score(breakdown[part])})`.replaceAll("-", "−")).join(", ")}.`;
-
-/** The part on which a run lost most to a better one, as `part` and, in words, `text`; undefined if it lost on none. */
+/** The part on which a run lost most to a better one, as `part`, `by` how much and, in words, `text`; undefined if it lost on none. */
 export function mostLost(mine, theirs, task) {
   const weights = weightsOf(mine.breakdown, task.grade), by = (part) => weights[part] * (theirs.breakdown[part] - mine.breakdown[part]);
   const part = Object.keys(weights).reduce((a, b) => (by(a) >= by(b) ? a : b));
-  if (by(part) < LEAST) return undefined;
-  return { part, text: `Most is lost on ${words(part)} (${score(by(part))}): ${SEEN[part](mine, task)}, against ${SEEN[part](theirs, task)}` };
+  if (by(part) < LOSS) return undefined;
+  return { part, by: by(part), text: `Most was lost on ${LOST[part]} (${by(part).toFixed(2)}): ${SEEN[part](mine, task)}, against ${SEEN[part](theirs, task)}` };
 }
 
 /**
  * What a number of violations costs of the score of an episode of `length` seconds, as a function, from the parts of the score
  * after each second: 0 where the score does not count violations.
  */
-export function costOf(violations, parts, { grade }, length) {
+function costOf(violations, parts, { grade }, length) {
   let count = 0;
   for (const [i, breakdown] of parts.entries()) {
     count += violations[i];
@@ -68,6 +70,17 @@ export function costOf(violations, parts, { grade }, length) {
     return (number) => Math.min(each * number, BELOW.includes(grade.kind) ? 2 * weight : weight);
   }
   return () => 0;
+}
+
+/** Stretches in which many requests were late: seconds `from` + 1 to `to`, the share that was `late`, and their `cost` in score. */
+export function overloads({ parts, metrics: { slo_violations: violations }, observation }, task, length) {
+  const late = observation.slo_violation_rate.slice(1), costs = costOf(violations, parts, task, length), found = [];
+  late.forEach((share, i) => {
+    if (share <= LATE) return;
+    if (i - found.at(-1)?.to < TREND_S) found.at(-1).to = i + 1;
+    else found.push({ from: i, to: i + 1 });
+  });
+  return found.map(({ from, to }) => ({ from, to, late: mean(late.slice(from, to)), cost: costs(sum(violations.slice(from, to))) }));
 }
 
 /** Rank of a row, 1 for the best; scores that are shown as equal share their rank. */
@@ -81,7 +94,7 @@ export function scoreBoard(rows) {
   const alone = rows.length === 1;
   // Parts that are not shares of one, such as a latency, are shown as numbers without a bar.
   const shares = new Set(parts.filter((part) => part !== "crashed" && rows.every(({ breakdown }) => breakdown[part] <= 1)));
-  const head = [...(alone ? [] : ["Place"]), "Player", "Score", ...parts.map(words)];
+  const head = [...(alone ? [] : ["Place"]), "Policy", "Score", ...parts.map(words)];
   const body = rows.map((row) => el("tr", { class: row.key === "you" ? "you" : "" },
     alone ? null : el("td", { text: String(placeOf(row, rows)) }),
     el("th", { scope: "row" }, el("span", { class: `chip ink-${row.colour}`, title: row.title, text: row.label })),

@@ -1,0 +1,99 @@
+/** The result of a race: the verdict, why, what to try next, and the message to a friend. */
+
+import * as address from "./address.js";
+import { GAIN } from "./coach.js";
+import { copy, download, el, fill } from "./dom.js";
+import { mean, percent, score as shownScore } from "./format.js";
+import { handed } from "./kept.js";
+import { titleOf } from "./knobs.js";
+import { SHARED, YOU } from "./players.js";
+import { logOf } from "./runs.js";
+import { LEAST, mostLost, overloads, placeOf, scoreBoard } from "./score.js";
+
+const NAMED = 3; // policies ahead of the visitor
+const WORTH_TELLING_S = 5; // an overload
+
+/** Show the visitor's `grade` in `race`; `link` are the parameters of an address with the visitor's run. Returns the verdict. */
+export function showResult(race, grade, link) {
+  const { called, episode } = race.target, score = shownScore(grade.score), toBeat = shownScore(episode.score), won = Number(score) > Number(toBeat), level = score === toBeat;
+  const places = [{ ...YOU, ...grade }, ...race.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
+  const verdict = level ? `Level with ${called}.` : won ? `You beat ${called}: ${toBeat}.` : `Not yet: ${called} has ${toBeat}.`;
+  const advice = el("p");
+  advise(race, grade, advice).catch(() => {}); // what cannot be checked is not advised
+  race.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : level ? "level" : ""}`;
+  fill(race.result, el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })), el("p", { text: `${standing(grade, places)} ${why(race, grade)}` }), advice);
+  const next = places.findLast((rival) => Number(shownScore(rival.score)) > Number(score) && rival.key !== SHARED.key);
+  const onward = (won || (level && !race.isUntouched)) && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.label}, ${shownScore(next.score)}`, on: { click: () => race.raceAgainst(next.key) } }) : null;
+  const [share, copied] = sharing(race, score, link);
+  fill(race.onward, share, onward, copied);
+  const log = JSON.stringify({ task_id: race.task.id, seed: race.seed, episode_log: logOf(race.mine) });
+  fill(race.places, scoreBoard(places), el("div", { class: "buttons" },
+    el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${race.task.id}-seed-${race.seed}.json`, log) } }),
+    el("button", { type: "button", text: "Verify it", on: { click: () => verify(log) } })));
+  return verdict;
+}
+
+/** The place among all, and behind whom. */
+function standing(grade, places) {
+  const place = placeOf(grade, places), ahead = places.slice(0, place - 1).reverse().map(({ label }) => label), more = ahead.length - NAMED;
+  const names = more > 0 ? [...ahead.slice(0, NAMED), `${more} more`] : ahead;
+  const behind = names.length ? `, behind ${names.join(", ").replace(/, ([^,]*)$/, " and $1")}` : "";
+  return `Place ${place} of ${places.length}${behind}${grade.score < LEAST && grade.breakdown.slo < 0 ? ": late requests cost more than everything else earned, as the table below shows" : ""}.`;
+}
+
+/** Why the score is not higher, in a sentence: that nobody has to adapt, the worst overload, and by when the best policy had replicas for it, or on what else most was lost. */
+function why(race, grade) {
+  if (race.isConstant && grade.score <= race.best.episode.score) return race.constantly();
+  const { mine, best, task, length } = race, lost = grade.score < best.episode.score && mostLost({ ...mine, ...grade }, best.episode, task);
+  const [worst] = overloads(mine, task, length).filter(({ from, to }) => to - from >= WORTH_TELLING_S).sort((a, b) => b.cost - a.cost || b.to - b.from - (a.to - a.from));
+  if (worst && (!lost || lost.part === "slo" || worst.cost >= lost.by)) return `From second ${worst.from + 1} to ${worst.to}, ${percent(worst.late)} of the requests were late${worst.cost >= LEAST ? ` (cost: ${worst.cost.toFixed(2)})` : ""}${sooner(race, worst)}.`;
+  return lost ? `${lost.text} of ${best.called}.` : "";
+}
+
+/** By when the best policy had more replicas for an overload than the visitor, in words; "" if it had no more. */
+function sooner({ task, best, mine }, { from, to }) {
+  if (!task.max_replicas) return "";
+  const { called, episode: { action: { replicas } } } = best, most = Math.max(...replicas.slice(from, to));
+  let second = replicas.indexOf(most, from);
+  while (replicas[second - 1] >= most) second--;
+  const had = Math.min(...mine.action.replicas.slice(second, Math.max(second, from) + 1));
+  return had < most ? `: ${called} asked for ${most} replicas by second ${second + 1}, you for ${had}` : "";
+}
+
+/** What to do in the next race: the setting that gains most from the first second on, with a button that plays it; else what the best policy does. */
+async function advise(race, { score }, box) {
+  const { best: { called, episode }, lanesOf } = race, found = await race.coach.fromStart(score), settings = (name) => new Set(episode.action[name]).size;
+  if (!box.isConnected) return; // another race has begun
+  race.advised = found;
+  if (found) {
+    fill(box, el("strong", { text: "Next time, from the start: " }), `${found.text}${found.name ? ", the others as now" : ""}: ${shownScore(found.score)}. `,
+      el("button", { type: "button", text: "Try this", on: { click: () => race.tryAgain(found.setting) } }));
+    return;
+  }
+  const moved = lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
+  if (!race.isConstant && episode.score > score + GAIN && settings(moved) > 1) fill(box, `To score more, move ${titleOf(moved)} during the race as ${called} does (${shownScore(episode.score)}): see Decisions below.`);
+}
+
+/** The button that copies the message to a friend, and the message. */
+function sharing(race, score, link) {
+  const url = new URL(address.link("race", link), location.href).href, { called, episode } = race.target;
+  const share = el("button", { type: "button", text: "Challenge a friend" }), copied = el("small", { class: "copied", hidden: true });
+  share.addEventListener("click", () => {
+    copied.textContent = `I scored ${score} at running a fleet of LLM servers; ${race.shared ? "my challenger" : called}: ${shownScore(episode.score)}.\n${squares(race.mine)}\n(🟩 in time, 🟥 late)\nBeat me on the same traffic: ${url}`;
+    copied.hidden = false;
+    copy(copied.textContent, share);
+  });
+  return [share, copied];
+}
+
+/** How a race went, in ten squares: green where at most one request in ten was late, red where half of them were. */
+function squares({ observation }) {
+  const late = observation.slo_violation_rate.slice(1), step = late.length / 10;
+  return Array.from({ length: 10 }, (_, i) => mean(late.slice(Math.round(i * step), Math.round((i + 1) * step)))).map((share) => (share <= 0.1 ? "🟩" : share < 0.5 ? "🟨" : "🟥")).join("");
+}
+
+/** Pass a log to the Verify tab. */
+function verify(log) {
+  handed.text = log;
+  location.hash = "verify?log=handed";
+}
