@@ -203,7 +203,7 @@ register(
 register(
     "heuristic",
     OnTable(HeuristicAgent),
-    "Rules an operator would write: capacity planning, and a second setting for floods.",
+    "Rules an operator would write: capacity planning, and a second setting for surges.",
 )
 register("hpa", _autoscaler(HpaAgent), "Kubernetes' Horizontal Pod Autoscaler: replicas by load and queue.")
 register("kpa", _autoscaler(KpaAgent), "Knative's autoscaler: replicas by concurrency, with a panic mode.")
@@ -213,7 +213,7 @@ register(
     _autoscaler(PlannerAgent),
     "Replicas for the forecast load and the queue, as capacity planners do.",
 )
-register("ppo", make_ppo, "A small network trained with PPO.", stored=True)
+register("ppo", make_ppo, "A small neural network, trained with PPO (reinforcement learning).", stored=True)
 register("best_static", _best_static, "The best constant setting that a search found for the task.", stored=True)
 register(
     "best_adaptive",
