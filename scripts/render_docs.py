@@ -456,7 +456,7 @@ def scores() -> str:
         scored |= {"ppo": learned[name]["table"]["shipped"]["score"], "timetable": blind[name]}
         refusing = ": refusing pays" if quality_of[name]["gameability"]["refusing_pays"] else ""
         columns[get_task(name).heading.replace(")", f"{refusing})")] = scored
-    lines = [f"| agent | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    lines = [f"| policy | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name, title in SCORE_ROWS.items():
         cells = (bracketed_score(scored[name]) if name in scored else "–" for scored in columns.values())
         lines.append(f"| {title} | {' | '.join(cells)} |")
