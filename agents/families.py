@@ -66,9 +66,14 @@ def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
 
 
 def run_policy(
-    family: Family, name: str, task_id: TaskId, seed: int, config: Mapping[str, Any] | None = None
+    family: Family,
+    name: str,
+    task_id: TaskId,
+    seed: int,
+    config: Mapping[str, Any] | None = None,
+    actions: Sequence[Any] = (),
 ) -> tuple[EpisodeEnv, list[dict[str, Any]], list[str], list[float]]:
-    """Play a whole episode with a built-in policy.
+    """Play a whole episode with a built-in policy, after the first ``actions`` if there are some.
 
     Returns the environment, its observations (one before the first step, then one after each), the phase of the traffic
     at each step, and the score of the seconds so far after each, where the family has it. Raises
@@ -81,8 +86,13 @@ def run_policy(
     observation = env.reset(seed=seed, task_id=task_id, config=config)
     act = players.make(name, env)
     seen, phases, scores = [env.observation_dict()], list[str](), list[float]()
+    values: Mapping[str, Any] | None = None
     while not env.done:
-        observation, _, _ = env.play(act(observation))
+        chosen = act(observation)
+        if len(phases) < len(actions):
+            parsed, _, values = family.parse_action(actions[len(phases)], values)
+            chosen = env.check(parsed)
+        observation, _, _ = env.play(chosen)
         seen.append(env.observation_dict())
         phases.append(str(env.state().get("workload_phase", "steady")))
         if family.score_so_far is not None:

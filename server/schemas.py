@@ -136,6 +136,7 @@ class PlayRequest(EpisodeChoice):
     """Body of POST /play."""
 
     agent: Annotated[str, Allowed("the name of a policy from GET /policies")]
+    actions: list[Any] = Field([], max_length=MAX_EPISODE_LENGTH, description="played first; the agent plays the rest")
     log: Annotated[bool, Field(description="add the episode log, as POST /grader takes it")] = False
     brief: Annotated[bool, Field(description="leave out observation, metrics, reward and arrivals")] = False
 
@@ -267,17 +268,17 @@ def reset_request(family: Family) -> type[ResetRequest]:
     return family_model(family, ResetRequest, family.default_task)
 
 
+def _action_schema(family: Family) -> Schema:
+    schema: Schema = {**plain_schema(family.action_model), "description": LEFT_OUT}
+    return schema if family.short_action is None else schema["properties"][family.short_action]
+
+
 @cache
 def step_request(family: Family) -> type[StepRequest]:
     """Body of POST /step."""
-
-    def schema() -> Schema:
-        schema: Schema = {**plain_schema(family.action_model), "description": LEFT_OUT}
-        return schema if family.short_action is None else schema["properties"][family.short_action]
-
     required = any(field.is_required() for field in family.action_model.model_fields.values())
     default: Any = ... if required else Field(default_factory=dict)
-    fields: dict[str, Any] = {"action": (Annotated[Any, Documented(schema)], default)}
+    fields: dict[str, Any] = {"action": (Annotated[Any, Documented(partial(_action_schema, family))], default)}
     if family.http.session_is_optional:
         fields["session_id"] = (Annotated[SessionId | None, Field(description="without it, the latest episode")], None)
     return family_model(family, StepRequest, **fields)
@@ -301,7 +302,9 @@ def policy_schema(family: Family) -> Schema:
 def play_request(family: Family) -> type[PlayRequest]:
     """Body of POST /play."""
     agent = Annotated[str, Documented(partial(policy_schema, family))]
-    return family_model(family, PlayRequest, family.default_task, agent=(agent, ...))
+    action = Annotated[Any, Documented(partial(_action_schema, family))]
+    actions = (list[action], PlayRequest.model_fields["actions"])
+    return family_model(family, PlayRequest, family.default_task, agent=(agent, ...), actions=actions)
 
 
 @cache

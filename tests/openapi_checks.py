@@ -16,6 +16,7 @@ BEYOND_SCHEMAS: Final = {
     "data_format": ("/shadow", "/plan"),  # the format of a request log's text
     "invalid_batch": ("/step/batch",),  # the layout of binary arrays, rows of equal length
     "http_error": ("/task",),  # the number of tasks in a split
+    "invalid_action": ("/play",),  # more replicas than the task has
     "malformed_log": ("/traffic/grader", "/grader"),  # the order of a log's steps
 }
 """Error codes, with the ends of their paths, of rules that JSON Schema cannot express."""

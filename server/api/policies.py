@@ -14,12 +14,13 @@ from starlette.responses import Response
 from agents.families import players_of, run_policy
 from env.family import Family
 from inferencegym.errors import InferenceGymError, InvalidConfigError
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from inferencegym.tasks import TaskId
 from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.cpu import charged
 from server.net.errors import InvalidRequestError, UnknownPolicyError
-from server.net.json_io import gzipped, to_gzip
+from server.net.json_io import JsonBounds, gzipped, to_gzip
 from server.schemas import DEFAULT_SEED, PlayAnswer, PlayRequest, PoliciesAnswer, Policy, play_request
 
 CACHED_STEPS: Final = 200
@@ -28,7 +29,8 @@ CACHED_EPISODES: Final = 128
 up to 1.5 MB each, are played anew.
 """
 
-
+PLAY_BOUNDS: Final = JsonBounds(values=8 * MAX_EPISODE_LENGTH, parts=8 * MAX_EPISODE_LENGTH)
+"""Bounds of a body of POST /play: an action of each second is an object of at most six keys."""
 LEFT_OUT: Final = frozenset({"observation", "metrics", "reward", "arrivals"})
 """What a brief episode has not."""
 
@@ -56,6 +58,7 @@ class PolicyRoutes(Routes):
                 types={"body": play_request(self._family)},
                 response_model=PlayAnswer,
                 statuses=(400, 404),
+                bounds=PLAY_BOUNDS,
             ),
             self._route("/policies", self.policies, "Policies that /play knows", types=named, statuses=(400,)),
         ]
@@ -69,12 +72,13 @@ class PolicyRoutes(Routes):
         if family.hold(task_id, config) != 1:
             raise InvalidRequestError("config.hold", config["hold"], "1: built-in policies act every second")
         seed = DEFAULT_SEED if body.seed is None else body.seed
-        is_kept = (config.get("episode_length") or 0) <= CACHED_STEPS and not body.log
+        is_kept = (config.get("episode_length") or 0) <= CACHED_STEPS and not body.log and not body.actions
         play_once = played if is_kept else played.__wrapped__
-        play = partial(play_once, family, body.agent, task_id, seed, tuple(sorted(config.items())), body.log)
+        chosen = (family, body.agent, task_id, seed, tuple(sorted(config.items())), tuple(body.actions))
+        play = partial(play_once, *chosen, body.log, body.brief)
         async with charged() as work, self._turn:
             episode = await asyncio.to_thread(work.timed, play)
-        return await gzipped(request, episode[body.brief])
+        return await gzipped(request, episode)
 
     async def policies(self, task_id: str) -> PoliciesAnswer:
         played_id, names = await asyncio.to_thread(available, self._family, task_id)
@@ -88,14 +92,21 @@ class PolicyRoutes(Routes):
 
 @lru_cache(CACHED_EPISODES)
 def played(
-    family: Family, agent: str, task_id: TaskId, seed: int, config: tuple[tuple[str, Any], ...], log: bool
-) -> tuple[bytes, bytes]:
-    """A policy's whole episode as gzipped JSON: its columns, one value per step, and its grade; ``log`` adds the log.
+    family: Family,
+    agent: str,
+    task_id: TaskId,
+    seed: int,
+    config: tuple[tuple[str, Any], ...],
+    actions: tuple[Any, ...],
+    log: bool,
+    brief: bool,
+) -> bytes:
+    """A policy's whole episode as gzipped JSON: its columns, one value per step, and its grade.
 
-    The second is brief. Raises UnknownPolicyError for a policy that is not stored for the task.
+    ``log`` adds the log. Raises UnknownPolicyError for a policy that is not stored for the task.
     """
     try:
-        env, seen, phases, scores = run_policy(family, agent, task_id, seed, dict(config))
+        env, seen, phases, scores = run_policy(family, agent, task_id, seed, dict(config), actions)
     except InvalidConfigError as error:
         raise UnknownPolicyError(f"there is no policy {agent!r} for task {task_id!r}: {error}") from error
     entries = env.episode_log
@@ -115,8 +126,7 @@ def played(
         **family.grade(env.task_id, entries),
         **({"episode_log": entries} if log else {}),
     }
-    brief = {name: column for name, column in episode.items() if name not in LEFT_OUT}
-    return to_gzip(episode), to_gzip(brief)
+    return to_gzip({name: column for name, column in episode.items() if not brief or name not in LEFT_OUT})
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -80,6 +80,25 @@ def test_a_brief_episode_has_the_scores_and_actions_of_the_whole_one(server: Run
     assert len(brief["score_so_far"]) == brief["steps"]
 
 
+def test_actions_come_before_those_of_the_policy(server: RunningServer) -> None:
+    body = {"task_id": "rollout-batch", "seed": 42, "agent": "fit", "brief": True}
+    alone, after = (server.post("/rollouts/play", {**body, "actions": actions}) for actions in ([], [96] * 30))
+    assert after["action"]["max_sessions"][:30] == [96] * 30
+    assert max(after["action"]["max_sessions"][30:]) < 96
+    assert after["score"] < alone["score"]
+    begun = server.post("/rollouts/reset", {"task_id": "rollout-batch", "seed": 42})
+    done, answer = False, {}
+    for cap in after["action"]["max_sessions"]:
+        answer = server.post("/rollouts/step", {"session_id": begun["session_id"], "action": {"max_sessions": cap}})
+        done = answer["done"]
+    assert done
+    assert answer["info"]["score"] == after["score"]
+    # As in a session, fields that an action leaves out stay.
+    actions = [{"batch_size": 64, "kv_budget": 0.5}, {"batch_size": 128}]
+    settings = server.post("/play", {"agent": "naive", "actions": actions})["action"]
+    assert (settings["kv_budget"][1], settings["batch_size"][1]) == (0.5, 128)
+
+
 def test_settings_of_the_episode_count(server: RunningServer) -> None:
     played = server.post("/play", {"agent": "naive", "config": {"episode_length": 7}})
     assert (played["steps"], played["config"]["episode_length"]) == (7, 7)
@@ -115,6 +134,8 @@ def test_a_played_traffic_episode_is_graded_and_verified_alike(server: RunningSe
         ("/play", {"agent": "naive", "session_id": "x"}, "session_id"),
         ("/play", {"agent": "naive", "log": 1}, "log"),
         ("/play", {"agent": "naive", "seed": -1}, "seed"),
+        ("/play", {"agent": "naive", "actions": {}}, "actions"),
+        ("/rollouts/play", {"agent": "fit", "actions": [8, 0]}, "max_sessions"),
         ("/traffic/play", {"agent": "heuristic"}, "agent"),
         ("/traffic/play", {"agent": "planner", "config": 9}, "config"),
     ],
@@ -134,10 +155,10 @@ def test_a_task_that_is_not_there_is_refused_with_those_that_are(server: Running
 
 
 def test_an_episode_that_was_played_is_not_played_again() -> None:
-    family, asked = FAMILIES["serving"], ("naive", 1, 5, (("episode_length", 7),), False)
+    family, asked = FAMILIES["serving"], ("naive", 1, 5, (("episode_length", 7),), (), False, True)
     played.cache_clear()
     assert played(family, *asked) is played(family, *asked)
-    assert json.loads(gzip.decompress(played(family, *asked)[0]))["steps"] == 7
+    assert json.loads(gzip.decompress(played(family, *asked)))["steps"] == 7
     assert played.cache_info().misses == 1
 
 

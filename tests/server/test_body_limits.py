@@ -22,6 +22,7 @@ from inferencegym.messages import MAX_DEPTH
 from inferencegym.models import ServeActionMessage
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from server.api.batch import MAX_JSON_STEPS, MAX_ROWS, RESET_BOUNDS, STEP_BOUNDS, BatchResetRequest
+from server.api.policies import PLAY_BOUNDS
 from server.app import create_app
 from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import LARGE_JSON_BYTES, MAX_VALUES, SMALL, JsonBounds, counts, parse_body, parse_object
@@ -32,7 +33,7 @@ from tests.servers import PATIENCE_S, RunningServer
 BOUNDS = {
     "/reset": SMALL,
     "/step": SMALL,
-    "/play": SMALL,
+    "/play": PLAY_BOUNDS,
     "/shadow": SMALL,
     "/plan": SMALL,
     "/reset/batch": RESET_BOUNDS,
