@@ -154,7 +154,8 @@ def test_the_plan_of_the_readme_prints_the_lines_that_it_shows() -> None:
 
 def readme_commands() -> list[tuple[Snippet, str]]:
     (block,) = (each for each in every("bash", "docs/first-steps.md") if "inferencegym simulate" in each.text)
-    return [(block, line.partition("  #")[0].strip()) for line in block.reduced().splitlines()]
+    lines = (line for line in block.reduced().splitlines() if line and not line.startswith("#"))
+    return [(block, line.partition("  #")[0].strip()) for line in lines]
 
 
 @pytest.fixture(scope="module")
