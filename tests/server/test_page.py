@@ -483,7 +483,7 @@ def test_nobody_races_against_a_score_of_nothing(visit: Visit, server: RunningSe
     kpa = server.post("/play", {"task_id": "fleet-mix", "seed": 20261202, "agent": "kpa"})["score"]
     page = visit().open("race?task=fleet-mix&seed=20261202")
     expect(page.locator(".goal strong")).to_have_text(f"{kpa:.3f}")
-    expect(page.locator(".about")).to_contain_text("Knative's KPA scores this")
+    expect(page.locator(".about")).to_contain_text("That is the score of Knative's KPA")
 
 
 def test_a_load_on_which_nobody_has_to_adapt_is_named(visit: Visit) -> None:

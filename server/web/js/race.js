@@ -45,7 +45,6 @@ class Race {
     this.knobs.node.addEventListener("input", () => {
       this.advised = null;
       this.coach.moved();
-      if (this.phase === "running" || this.phase === "paused") this.tellCourse();
       this.startsAt("as you left them");
     });
     this.coach = new Coach(this, () => this.skip());
@@ -146,7 +145,7 @@ class Race {
     this.shared = shared;
     const task = this.tasks.find(({ id }) => String(id) === this.taskSelect.value);
     const before = [this.task, this.seed];
-    if (task !== this.task) [this.aim, this.advised] = [kept?.aim, null];
+    if (task !== this.task) this.aim = kept?.aim;
     if (task !== this.task || (shared && shared !== this.from)) this.defaults = null;
     this.from = shared;
     this.task = task;
@@ -208,6 +207,7 @@ class Race {
         this.useDefaults();
       }
       this.board.hidden.delete(this.target.key);
+      this.counted = episode.breakdown;
       this.scale = `What counts: ${rewarded(episode.breakdown)}.`;
       this.showTarget();
       // The race can start; everybody's whole episodes follow, one after the other: a slow connection has room for the race.
@@ -226,7 +226,6 @@ class Race {
       this.best = rivals.reduce((a, b) => (a.episode.score >= b.episode.score ? a : b));
       this.setting = rivals.find(({ key }) => key === "best_static")?.episode.action;
       this.isConstant = !task.static && this.lanesOf.every((name) => new Set(this.best.episode.action[name]).size === 1);
-      if (this.isConstant) this.introduction = `${this.introduction} ${this.constantly()}`;
       this.scale += ` Built-in policies, programs that move the sliders, play too. The best here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.${this.best.episode.score > episode.score + GAIN ? "" : " There is little to win: other tasks have more."}`;
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.board.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
@@ -254,8 +253,7 @@ class Race {
   clear() {
     this.goal.textContent = "Loading the race …";
     for (const box of [this.versus, this.scoreBox, this.lead, this.parts]) fill(box);
-    this.introduction = "";
-    this.rows = null;
+    this.advised = this.rows = null;
   }
 
   /** Why nobody has to adapt on this traffic. */
@@ -295,6 +293,7 @@ class Race {
   startsAt(text) {
     this.sliders.textContent = text;
     if (this.phase === "idle" && this.rows) this.tellScores();
+    if (this.phase !== "over") this.tellCourse();
   }
 
   /** How many replicas the sliders ask for, in words, if they are not those that run; "" in tasks that do not scale. */
@@ -305,14 +304,8 @@ class Race {
   /** Name the score to beat, and draw its line. */
   showTarget() {
     const { label, called, episode, colour } = this.target;
-    const traffic = this.seed === today() ? "today's traffic" : "this seed";
     this.nameTarget();
-    const kind = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : this.task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt. " : "";
-    const { floods: known, max_replicas: most } = this.task;
-    const bands = known ? `At second ${known.first_at_s}, a surge brings ${surgeOf(this.task)}.` : most ? "Late requests can cost the whole score; replicas cost too. Hints are small moves that add up." : floods(this.phases).length ? "Surges come unannounced." : "";
-    const untouched = this.isUntouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
-    const scores = this.shared ? this.challenge() : untouched ? `Touch nothing and you score ${shownScore(episode.score)} on ${traffic}${this.defaults.vllm ? ": your sliders are at the defaults of vLLM, an LLM server" : ""}.` : `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.`;
-    this.introduction = `${scores} ${kind}${bands}`;
+    this.isUntouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
     const row = (player) => {
       const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
       return { bar, value, nodes: [el("span", { class: `chip ink-${player.colour}`, text: player.label }), bar, value] };
@@ -339,11 +332,21 @@ class Race {
     return `Keep ${fleet} fast${surges ? ` through ${surges > 1 ? "surges" : "a surge"}` : ""}`;
   }
 
+  /** Whose score it is, and what comes. */
+  introduction() {
+    const { task, target: { called, episode: { score } }, defaults } = this, { floods: known, max_replicas: most } = task;
+    const traffic = this.seed === today() ? "today's traffic" : "this seed", unmoved = this.sliders.textContent === defaults.text;
+    const whose = this.shared ? this.challenge(unmoved) : this.isUntouched && unmoved ? `Touch nothing and you score ${shownScore(score)} on ${traffic}${defaults.vllm ? ": your sliders are at the defaults of vLLM, an LLM server" : ""}.` : `That is the score of ${called} on ${traffic}.`;
+    const kind = task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much." : task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt." : "";
+    const comes = known ? `At second ${known.first_at_s}, a surge brings ${surgeOf(task)}.` : most ? "Late requests can cost the whole score; replicas cost too. Hints are small moves that add up." : floods(this.phases).length ? "Surges come unannounced." : "";
+    return [whose, kind, comes, this.complete && this.isConstant && this.constantly()].filter(Boolean).join(" ");
+  }
+
   /** What the run of a link did, and how the friend starts: level, but without the challenger's later moves. */
-  challenge() {
+  challenge(unmoved) {
     const moves = Object.values(columnsOf(this.shared)).map(changes).filter(Boolean), times = sum(moves);
     const moved = times ? `moved ${counted(moves.length, "slider")} ${times === 1 ? "once" : `${times} times`}` : "moved no slider during the race";
-    return `Your challenger ${moved}. You start where they started${times ? "; their moves show after your race" : ""}.`;
+    return `Your challenger ${moved}${times ? " (shown after your race)" : ""}.${unmoved ? " You start where they started." : ""}`;
   }
 
   /** The lanes of a strip: sliders and their titles. */
@@ -389,7 +392,7 @@ class Race {
     const slow = this.phase === "running" && this.speed <= FOLLOWED && this.pace < this.speed / 2 ? `Running at ${compact(this.pace, 2)}×: the server or the connection allows no more. ` : "";
     this.parts.textContent = parts ? `${slow}So far: ` + Object.entries(parts).map(([name, value]) => `${words(name)} ${shownScore(value)}${trend(name)}`).join(" · ") : this.scale;
     const [you, other] = scores, by = Math.abs(you - other);
-    if (Number.isNaN(by)) this.lead.textContent = this.advised ? `Hint: ${this.advised.text}, from the start.` : this.task.max_replicas ? "Start, then move Replicas before the load changes." : "Start, then move sliders to answer in time.";
+    if (Number.isNaN(by)) this.lead.textContent = this.advised ? `Hint: ${this.advised.text}, from the start.` : this.task.max_replicas ? "Start, then move Replicas before the load changes." : `Start, then move sliders to ${"slo" in this.counted ? "answer in time" : "score more"}.`;
     else this.lead.textContent = by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > other ? "ahead" : "behind"}.`;
   }
 
@@ -400,7 +403,7 @@ class Race {
     this.coach.node.hidden = !played;
     if (played) this.coach.tell();
     else {
-      this.about.textContent = this.introduction;
+      this.about.textContent = this.rows ? this.introduction() : "";
       this.knobs.point(this.advised?.name);
     }
   }
