@@ -5,11 +5,11 @@ import { post } from "./api.js";
 import { el, fill } from "./dom.js";
 import { compact, counted, percent, score as shownScore } from "./format.js";
 import { hints, titleOf } from "./knobs.js";
+import { FOLLOWED } from "./players.js";
 import { first, inRuns, rows } from "./runs.js";
 import { LATE, LEAST, overloads } from "./score.js";
 import { bare, shown } from "./strip.js";
 
-export const FOLLOWED = 25; // times the clock: faster races are not watched
 export const GAIN = 0.02; // in score: advice that gains less is not given
 const SCALING_GAIN = 0.001; // the same for hints in tasks that scale, of which many add up
 const TOLD = 0.005; // in score: the cost of an overload

@@ -108,6 +108,16 @@ export async function copy(text, button) {
   setTimeout(() => { button.textContent = said; }, 5000);
 }
 
+/** A button that copies a message to a friend, and the place where the message is shown. */
+export function challenge(message) {
+  const button = el("button", { type: "button", text: "Challenge a friend" }), copied = el("small", { class: "copied", hidden: true, text: message });
+  button.addEventListener("click", () => {
+    copied.hidden = false;
+    copy(message, button);
+  });
+  return [button, copied];
+}
+
 /** Offer a file for download. */
 export function download(name, text, type = "application/json") {
   const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });

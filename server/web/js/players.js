@@ -17,7 +17,7 @@ const LINES = {
   random: { colour: "random", dash: [6, 3] },
   aimd: { label: "AIMD", colour: "vllm" },
   kv_target: { label: "KV target", colour: "search" },
-  constant: { colour: "static", dash: [3, 3] },
+  constant: { label: "Constant cap of 16", called: "a constant cap of 16", colour: "static", dash: [3, 3] },
   fit: { label: "Cache-fitting cap", called: "the cache-fitting cap" },
   budget: { colour: "climb" },
   planner: { called: "the capacity planner", colour: "planner", dash: [2, 3] },
@@ -35,3 +35,11 @@ export function player({ name, description = "" }) {
   const line = { label, colour: "ink", ...LINES[name] };
   return { key: name, title: description, called: line.label, ...line };
 }
+
+export const SKIPPING = 1000; // times the clock: as fast as possible
+export const FOLLOWED = 25; // times the clock: faster runs are not watched
+export const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [FOLLOWED, "25×"], [SKIPPING, "as fast as possible"]];
+const RUN_S = 45; // a run lasts at most so long at its preset speed
+
+/** The speed with which a run of so many seconds begins. */
+export const presetSpeed = (seconds) => SPEEDS.slice(1).find(([times]) => seconds / times <= RUN_S)[0];

@@ -5,22 +5,19 @@ import { STARTS, asked, briefly } from "./ahead.js";
 import { get, once, post, sleep } from "./api.js";
 import { Board } from "./board.js";
 import { TimeChart, floods } from "./charts.js";
-import { Coach, FOLLOWED, GAIN, surgeOf } from "./coach.js";
+import { Coach, GAIN, surgeOf } from "./coach.js";
 import { announce, el, field, fill, problem, select } from "./dom.js";
 import { changes, compact, counted, percent, score as shownScore, sum, words } from "./format.js";
 import { Knobs, knobsOf, titleOf } from "./knobs.js";
 import { keep, takeKept } from "./kept.js";
-import { SHARED, YOU, player } from "./players.js";
+import { FOLLOWED, SHARED, SKIPPING, SPEEDS, YOU, player, presetSpeed } from "./players.js";
 import { showResult } from "./result.js";
 import { append, columnsOf, first, newRun, oldRun, rows } from "./runs.js";
 import { LATE, LEAST, explained, rewarded } from "./score.js";
 import { MAX_SEED, isSeed, seedOf, today } from "./seeds.js";
 
-const SKIPPING = 1000; // times the clock: as fast as possible
-const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [SKIPPING, "as fast as possible"]];
 const PACE_SECONDS = 10; // over which the speed that the connection allows is taken
 const TREND_S = 5; // over which a part of the score rises or falls
-const RACE_S = 45; // a race lasts at most so long at the preset speed
 const RETRY_MS = 1000;
 const KEPT = "race"; // in the session storage: the run that a reload shows again
 
@@ -192,7 +189,7 @@ class Race {
         if (weakest) [goal, episode] = weakest;
       }
       this.length = episode.steps;
-      if (!this.ownSpeed) this.setSpeed(SPEEDS.slice(1).find(([times]) => this.length / times <= RACE_S)[0]);
+      if (!this.ownSpeed) this.setSpeed(presetSpeed(this.length));
       this.formula.textContent = `The score adds up its parts, each at most 1, and is at least 0. ${explained(episode.breakdown, task.grade).replace(/^./, (letter) => letter.toUpperCase())}.`;
       this.parts.title = this.formula.textContent;
       this.phases = episode.phase;

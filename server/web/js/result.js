@@ -2,8 +2,8 @@
 
 import * as address from "./address.js";
 import { GAIN } from "./coach.js";
-import { copy, download, el, fill } from "./dom.js";
-import { mean, percent, score as shownScore } from "./format.js";
+import { challenge, download, el, fill } from "./dom.js";
+import { percent, score as shownScore, squares } from "./format.js";
 import { handed } from "./kept.js";
 import { titleOf } from "./knobs.js";
 import { SHARED, YOU } from "./players.js";
@@ -76,20 +76,8 @@ async function advise(race, { score }, box) {
 
 /** The button that copies the message to a friend, and the message. */
 function sharing(race, score, link) {
-  const url = new URL(address.link("race", link), location.href).href, { called, episode } = race.target;
-  const share = el("button", { type: "button", text: "Challenge a friend" }), copied = el("small", { class: "copied", hidden: true });
-  share.addEventListener("click", () => {
-    copied.textContent = `I scored ${score} at running a fleet of LLM servers; ${race.shared ? "my challenger" : called}: ${shownScore(episode.score)}.\n${squares(race.mine)}\n(🟩 in time, 🟥 late)\nBeat me on the same traffic: ${url}`;
-    copied.hidden = false;
-    copy(copied.textContent, share);
-  });
-  return [share, copied];
-}
-
-/** How a race went, in ten squares: green where at most one request in ten was late, red where half of them were. */
-function squares({ observation }) {
-  const late = observation.slo_violation_rate.slice(1), step = late.length / 10;
-  return Array.from({ length: 10 }, (_, i) => mean(late.slice(Math.round(i * step), Math.round((i + 1) * step)))).map((share) => (share <= 0.1 ? "🟩" : share < 0.5 ? "🟨" : "🟥")).join("");
+  const url = new URL(address.link("race", link), location.href).href, { called, episode } = race.target, late = race.mine.observation.slo_violation_rate.slice(1);
+  return challenge(`I scored ${score} at running a fleet of LLM servers; ${race.shared ? "my challenger" : called}: ${shownScore(episode.score)}.\n${squares(late)}\n(🟩 in time, 🟥 late)\nBeat me on the same traffic: ${url}`);
 }
 
 /** Pass a log to the Verify tab. */
