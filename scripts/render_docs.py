@@ -79,7 +79,7 @@ def task_table() -> str:
     from inferencegym.tasks import list_tasks
 
     lines = [
-        "| id | name | Gymnasium id | difficulty | arrivals/s | floods | replicas at the start | objective TTFT "
+        "| id | name | Gymnasium id | difficulty | arrivals/s | surges | replicas at the start | objective TTFT "
         "| knobs offered | adaptive gap |",
         "|" + "---|" * 10,
     ]
@@ -152,7 +152,7 @@ QUESTIONS = {
     "fleet-mix": "Does it generalise where the mix of requests differs too? (most room above all policies)",
     "autoscale-azure": "Does it hold on recorded traffic? (one hour, so no generalisation)",
     "autoscale": "Does my learner work at all? (PPO beats the best constant within a minute or two)",
-    "3": "Does it set five knobs at once? (announced floods: a timetable scores more than any policy that observes)",
+    "3": "Does it set five knobs at once? (announced surges: a timetable scores more than any policy that observes)",
     "sharegpt-served": "Which search finds the best settings? (static: a constant is nearly as good as any policy)",
 }
 
@@ -405,7 +405,7 @@ def traffic_scores() -> str:
 
     results = [compare_traffic(task.task_id) for task in list_traffic_tasks()]
     lines = [
-        "| controller | " + " | ".join(f"`{r['task']}` score | return" for r in results) + " |",
+        "| policy | " + " | ".join(f"`{r['task']}` score | return" for r in results) + " |",
         "|---|" + "---|---|" * len(results),
     ]
     for rows in zip(*(r["agents"] for r in results), strict=True):

@@ -303,7 +303,7 @@ def markdown(tasks: Mapping[str, Any]) -> str:
         columns = list(next(iter(rows.values())))
         grades = ["", f"**Task {task_id}**: mean score over {len(result['seeds'])} held-out seeds.", ""]
         grades += table(
-            ["agent", *(HEADS[column] for column in columns)],
+            ["policy", *(HEADS[column] for column in columns)],
             [[name, *(f"{row[column]['score']:.3f}" for column in columns)] for name, row in rows.items()],
         )
         if any(kind in result for kind in KINDS):
@@ -314,7 +314,7 @@ def markdown(tasks: Mapping[str, Any]) -> str:
             parts = list(next(iter(rows.values()))["fluid"]["parts"])
             details += ["", f"Components on task {task_id}, fluid model / reference:", ""]
             details += table(
-                ["agent", *(part.replace("_", " ") for part in parts)],
+                ["policy", *(part.replace("_", " ") for part in parts)],
                 [
                     [name, *(f"{row['fluid']['parts'][p]:.2f} / {row['reference']['parts'][p]:.2f}" for p in parts)]
                     for name, row in rows.items()

@@ -192,7 +192,7 @@ def markdown(found: dict[str, Any]) -> str:
         for source, own in runs.items()
         for run in own
     ]  # fmt: skip
-    lines += table(("agent", *heads), scores)
+    lines += table(("policy", *heads), scores)
     lines += ["", "<!-- details -->", "", "What PPO trained on three cards scores more than each, paired by draw:", ""]
     lines += table(("over", *heads), over)
     lines += ["", "Every run:", ""]

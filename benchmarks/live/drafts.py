@@ -164,7 +164,7 @@ PLACES: Final = {"cpu": CPU, "clients": CLIENTS, "gpu": GPU}
 HERE = CPU
 """The place that is played; :func:`main` sets it."""
 HEADINGS: Final = {
-    "flood": "Calm, flood, calm",
+    "flood": "Calm, surge, calm",
     "content": "The content changes, the load does not",
     "clients": "The content changes, the batch does not",
 }

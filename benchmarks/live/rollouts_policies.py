@@ -230,7 +230,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         cells += [f"{columns['mean_cap'].mean():.1f}", f"{result['validation'][name]:.3f}"]
         rows.append((name, *cells))
     heads = (
-        "controller", "time", "tokens computed", "tokens computed for each written one (simulator)", "in the cache",
+        "policy", "time", "tokens computed", "tokens computed for each written one (simulator)", "in the cache",
         "preemptions", "mean cap", "score in the simulator",
     )  # fmt: skip
     return "\n".join([*lines, *table(heads, rows)]) + "\n"

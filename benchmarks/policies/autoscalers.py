@@ -129,7 +129,7 @@ def markdown(found: dict[str, Any]) -> str:
             cells = [f"{parts[name]:.2f}" for name in ("slo", "gpus", "churn")]
             cells += [f"{row['replicas']:.1f}", f"{row['reference']:.3f} / {row['fluid_on_the_same']:.3f}"]
             rows.append((row["agent"], spread(score), spread(gain, "+"), *cells))
-        heads = ("agent", "score", "over the best constant", "objectives", "GPUs", "churn", "replicas")
+        heads = ("policy", "score", "over the best constant", "objectives", "GPUs", "churn", "replicas")
         lines += table((*heads, "reference / fluid"), rows)
         lines += [f"| best timetable (by the clock) | {spread(blind[one['task']])} |" + " |" * 6, ""]
     errors = found["forecast_errors"]

@@ -99,7 +99,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         for name, agent in ranked:
             favoured = ", chosen on these seeds, which favours it" if name.startswith("best constant") else ""
             rows.append((name + favoured, bracketed(agent["score"]), bracketed(agent["minus_best_constant"], "+")))
-        lines += table(("controller", "score", "minus the best constant"), rows)
+        lines += table(("policy", "score", "minus the best constant"), rows)
         gaps = ", ".join(f"{name} {gap:+.3f}" for name, gap in task["held_out_minus_training"].items())
         lines += ["", f"PPO minus fit {bracketed(task['ppo_minus_fit'], '+')}; held-out minus training seeds: {gaps}."]
     lines += [

@@ -126,7 +126,7 @@ def scores_table(result: dict[str, Any]) -> str:
     blind = timetables()
     cells = [bracketed_score(blind[str(t["task"])]) for t in result["tasks"]]
     rows.append(("best timetable (by the clock)", *cells))
-    return by_task("Mean score over 30 held-out seeds [95% CI].", "agent", result["tasks"], rows)
+    return by_task("Mean score over 30 held-out seeds [95% CI].", "policy", result["tasks"], rows)
 
 
 def by_task(title: str, first: str, tasks: Sequence[dict[str, Any]], rows: Sequence[Sequence[str]]) -> str:
