@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export",
         choices=("vllm", "sglang", "helm"),
-        help="write the first plan's settings as a configuration file of this engine",
+        help="write the recommended fleet's settings as a configuration file of this engine",
     )
     parser.add_argument("--export-file", type=Path, help="file to export to (default: plan-ENGINE.yaml; - prints it)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -161,8 +161,8 @@ def run(args: argparse.Namespace) -> int:
             router=args.router,
             progress=progress,
         )
-    first = report.plans[0] if report.plans else None
-    files = {} if first is None else engine_files(first, tables[first.hardware], report, args.model or imported.model)
+    fleet = report.recommended
+    files = {} if fleet is None else engine_files(fleet, tables[fleet.hardware], report, args.model or imported.model)
     if args.json:
         print(json.dumps({**report.to_dict(), "read": imported.describe()}))
     else:
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         write_picture(args.png, plan_figure(report))
     if args.out:
         write_table(_frame(report), args.out)
-    if args.export and first is not None:
+    if args.export and fleet is not None:
         write_export(export_file, chosen_file(files, args.export))
     elif args.export:
         why = report.undecided or "no fleet tried meets the objectives."

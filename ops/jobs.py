@@ -24,7 +24,7 @@ from ops.log.reader import Imported, import_log
 from ops.objectives import Objective, parse_objective
 from ops.plan import make_plan, tables_for
 from ops.prices import read_prices
-from ops.report import notes, precision_note, table_notes
+from ops.report import answer, notes, precision_note, table_notes
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
 from ops.worker import confine, in_fields, request_parts, serve
@@ -87,11 +87,14 @@ def plan_job(request: Request) -> dict[str, Any]:
         replicas_min=request.get("replicas_min", 1),
         router=request.get("router", "shared"),
     )
-    first = report.plans[0] if report.plans else None
+    chosen = report.recommended
     return {
         **report.to_dict(),
         **_told(imported, notes(report)),
-        "export": {} if first is None else engine_files(first, tables[first.hardware], report, model or imported.model),
+        "answer": answer(report),
+        "export": {}
+        if chosen is None
+        else engine_files(chosen, tables[chosen.hardware], report, model or imported.model),
     }
 
 

@@ -1,11 +1,11 @@
 """Search for the cheapest fleet that meets objectives on a request log.
 
 For every card it finds the smallest number of GPUs on which some setting likely meets all objectives, with the errors
-of measured runs as margin (:mod:`ops.margins`). Hundreds of constant settings are rows of one batch in the fluid model
-(:func:`ops.capacity.screen`), which only ranks them. The best ones are then played request by request in the
-discrete-event reference, whose figures decide and are reported. If the log is long, only its busiest part is searched,
-and the result is played on all of it. The report adds what adaptive policies do on as many GPUs and on fewer, and how
-many GPUs more traffic needs.
+of measured runs as margin (:mod:`ops.margins`), and the smallest that meets them with 90% certainty. Hundreds of
+constant settings are rows of one batch in the fluid model (:func:`ops.capacity.screen`), which only ranks them. The
+best ones are then played request by request in the discrete-event reference, whose figures decide and are reported. If
+the log is long, only its busiest part is searched, and the result is played on all of it. The report adds what adaptive
+policies do on as many GPUs and on fewer, and how many GPUs more traffic needs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ops.capacity import (
     too_few,
 )
 from ops.fidelity import model_ratios
-from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
+from ops.margins import LIKELY, LOADS, NOT, WITH_90, Ratio, band_of, ratio
 from ops.objectives import ALWAYS, Objective, margin
 from ops.played import check_router
 from ops.prices import Prices
@@ -70,6 +70,9 @@ PLAYED_REQUESTS: Final = 200_000
 FINALISTS: Final = 3
 """Kinds of settings (drafts, prefill placement) of each precision that the reference plays, each with two batch sizes
 at most: the one that the fluid model ranks first, and the largest."""
+ALONE: Final = 64
+ALONE_TOKENS: Final = 16.0
+"""Requests that are played one at a time to find the least latency of any fleet, and their most output tokens."""
 MAX_GPUS: Final = 256
 LEAST_GAIN: Final = 0.01
 """Share of the requests that doubling a fleet has to bring in time for the search to go on in any case."""
@@ -159,19 +162,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Answer to "which GPUs, how many, which settings": one plan per hardware, the cheapest first.
+    """Answer to "which GPUs, how many, which settings".
 
-    ``tried`` are all fleets that the reference played, with those that may meet with 90 % where the first plan is only
-    likely (:meth:`_Card.safer`); ``front`` is their :func:`pareto` front.
-    ``growth`` says how the first plan performs under more traffic, and how many GPUs its settings then need;
-    ``adaptive`` has policies on as many GPUs and on fewer. On the fewest GPUs that suffice for a policy, it serves the
-    share ``adapting_gain`` more of the requests in time than the best constant there, of which chance may explain
-    ``adapting_noise``. ``autoscaling`` is the first plan
-    under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched, with the
-    reason; ``windows_met`` is the share of five-minute windows in which the objectives must hold, None if they must
-    hold over the whole log; ``unmet`` the largest fleet that was tried on each hardware where none met the objectives;
-    ``warnings`` the catalogue's warnings about the tables of plans; ``refused`` how many requests are too long to be
-    served, by table.
+    ``plans`` has the smallest fleet of each hardware that likely meets the objectives, the cheapest first, ``certain``
+    the smallest that meets with 90 %, if one was found. ``tried`` are all fleets that the reference played; ``front``
+    is their :func:`pareto` front. ``growth`` says how the :attr:`recommended` fleet performs under more traffic, and
+    how many GPUs its settings then need for the same verdict. ``adaptive`` has policies on as many GPUs as the first
+    plan and on fewer. On the fewest GPUs that suffice for a policy, it serves the share ``adapting_gain`` more of the
+    requests in time than the best constant there, of which chance may explain ``adapting_noise``. ``autoscaling`` is
+    the first plan under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched,
+    with the reason; ``windows_met`` is the share of five-minute windows in which the objectives must hold, None if they
+    must hold over the whole log; ``unmet`` the largest fleet that was tried on each hardware where none met the
+    objectives; ``warnings`` the catalogue's warnings about the tables of plans; ``refused`` how many requests are too
+    long to be served, by table.
     """
 
     log: dict[str, Any]
@@ -179,6 +182,7 @@ class PlanReport:
     share_met: float
     windows_met: float | None
     plans: list[Plan]
+    certain: list[Plan]
     front: list[Plan]
     growth: list[dict[str, Any]]
     adaptive: list[Plan]
@@ -200,13 +204,19 @@ class PlanReport:
     tried: list[Plan] = field(repr=False)
 
     @property
+    def recommended(self) -> Plan | None:
+        """The fleet to rent: the cheapest that meets with 90 %, else the first plan, else None."""
+        return next(iter([*self.certain, *self.plans]), None)
+
+    @property
     def undecided(self) -> str | None:
         """Why the log is too short for a plan; None if it is not."""
         return too_few(self.log["requests"])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; ``undecided`` says why no plan is recommended, and is None if one is."""
-        return {**asdict(self), "undecided": self.undecided}
+        """JSON form, with ``recommended``; ``undecided`` says why no plan is recommended, and is None if one is."""
+        recommended = None if self.recommended is None else asdict(self.recommended)
+        return {**asdict(self), "recommended": recommended, "undecided": self.undecided}
 
 
 def make_plan(
@@ -259,9 +269,9 @@ def make_plan(
         shares[name] = share
         progress(f"searching {name}", sum(shares.values()) / (len(tables) + 1))
 
-    def search(name: str) -> _Card:
+    def card_of(name: str) -> _Card:
         table = tables[name]
-        card = _Card(
+        return _Card(
             name,
             table,
             log_task(searched, table, limit_ms),
@@ -279,25 +289,30 @@ def make_plan(
             replicas_min,
             router,
         )
-        card.search(partial(tell, name))
-        tell(name, 1.0)
-        return card
 
-    searches = [] if too_few(len(whole.arrival_s)) else side_by_side(search, tables)
-    found = sorted((c for c in searches if c.best is not None), key=_Card.price)
-    tried = [plan for card in searches for plan in card.tried]
+    def search(card: _Card) -> None:
+        card.search(partial(tell, card.name))
+        tell(card.name, 1.0)
+
+    searches = [] if too_few(len(whole.arrival_s)) else side_by_side(card_of, tables)
+    if searches and windows_met is None:
+        _check_possible(objectives, [*chain(*side_by_side(lambda card: card.alone(log), searches))])
+    side_by_side(search, searches)
+    found = sorted((c for c in searches if c.best is not None), key=lambda card: card.price(card.best))
+    for card in found:
+        card.search_certain()
+    certain = sorted((c for c in found if c.certain is not None), key=lambda card: card.price(card.certain))
     growth: list[dict[str, Any]] = []
     adaptive: list[Plan] = []
     saved, gain, chance = 0, 0.0, 0.0
     scaling: list[Autoscaled] = []
     if found:
         progress("adaptive policies and growth", len(tables) / (len(tables) + 1))
-        first = found[0]
+        first, chosen = found[0], (certain or found)[0]
         adaptive, saved, gain, chance = first.adaptive(policies)
         scaling = first.autoscaled()
-        if first.best is not None and first.best.verdict == LIKELY and not too_few(len(log.arrival_s)):
-            tried += first.safer()
-        growth = side_by_side(lambda factor: first.under(factor, searched.faster(factor)), GROWTH)
+        growth = side_by_side(lambda factor: chosen.under(factor, searched.faster(factor)), GROWTH)
+    tried = [plan for card in searches for plan in card.tried]
     progress("done", 1.0)
     return PlanReport(
         log=log_summary(whole),
@@ -305,6 +320,7 @@ def make_plan(
         share_met=required,
         windows_met=windows_met,
         plans=[card.best for card in found if card.best is not None],
+        certain=[card.certain for card in certain if card.certain is not None],
         front=pareto(tried),
         growth=growth,
         adaptive=adaptive,
@@ -399,6 +415,39 @@ def busiest(log: RequestLog, seconds: float, requests: int) -> RequestLog:
     return log.part(slice(first, int(ends[first])), log.arrival_s[first])
 
 
+def one_at_a_time(log: RequestLog, spacing_s: float) -> RequestLog:
+    """Requests of the log with equally spaced ranks of prompt length, each so long after the one before.
+
+    They are played for the least latency of any fleet: of their prompts only what no earlier request has computed is
+    left, and of their outputs the first tokens.
+    """
+    prompts = np.sort(np.maximum(1.0, log.prompt_tokens - log.reused_tokens))
+    prompts = prompts[((np.arange(ALONE) + 0.5) / ALONE * len(prompts)).astype(int)]
+    outputs = np.full(ALONE, min(ALONE_TOKENS, float(log.output_tokens.max())))
+    return RequestLog(np.arange(ALONE) * np.float64(spacing_s), prompts, outputs, np.zeros(ALONE, dtype=np.int64))
+
+
+def _check_possible(objectives: Sequence[Objective], alone: Sequence[Plan]) -> None:
+    """Refuse objectives that are missed even by requests that are ``alone`` on a replica of any card.
+
+    The error of measured runs is that of the band of load where it is smallest.
+    """
+
+    def least_ms(plan: Plan, o: Objective) -> float:
+        return plan.figures[o.figure] * min(ratio(o.quantity, plan.card, band).p50 for band in LOADS)
+
+    wrong = []
+    for o in objectives if alone else ():
+        best = min(alone, key=partial(least_ms, o=o))
+        if (least := least_ms(best, o)) > o.limit_ms:
+            wrong.append(
+                f"{o.label} <= {o.limit_ms:g} ms is impossible: with one request at a time it is already "
+                f"{least:,.1f} ms on the fastest card here ({best.card}, {best.precision})"
+            )
+    if wrong:
+        raise InvalidConfigError(f"{'; '.join(wrong)}. Choose a longer limit, or other hardware", "objective")
+
+
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
     """Plans that no other plan beats in both cost and share of requests in time, cheapest first.
 
@@ -458,12 +507,27 @@ class _Card:
         self._fit_share = len(fit.arrival_s) / len(searched.log.arrival_s)
         self._known: dict[int, list[Plan]] = {}
         self._on_all: dict[int, Plan] = {}
+        self._safer: list[Plan] = []
         self.best: Plan | None = None
+        self.certain: Plan | None = None
 
-    def price(self) -> tuple[float, float, float]:
-        """Sort key: cost of the best plan, then the memory of its cards, then its margin, the largest first."""
-        assert self.best is not None
-        return self.best.cost, reported_gb(self._tables.meta), -self.best.margin
+    def price(self, plan: Plan | None) -> tuple[float, float, float]:
+        """Sort key of a plan on this card: its cost, then the card's memory, then its margin, the largest first."""
+        assert plan is not None
+        return plan.cost, reported_gb(self._tables.meta), -plan.margin
+
+    def alone(self, log: RequestLog) -> list[Plan]:
+        """A replica on the requests of :func:`one_at_a_time`, in each precision and with each number of drafts."""
+        longest = log_task(one_at_a_time(log, 0.0).part(slice(ALONE - 1, None), 0.0), self._tables)
+        drafts = [int(spec) for spec in GRID["spec_length"]] if self._drafts else [0]
+        actions = [ServeAction(0.9, spec, 16, False, QuantTier(tier)) for tier in self._tiers for spec in drafts]
+        found = []
+        for action in actions:
+            each_s = self._play(longest, 1, action).figures["e2e_mean_ms"] / 1e3
+            if each_s * ALONE < MAX_SPAN_S:
+                task = log_task(one_at_a_time(log, each_s), self._tables)
+                found.append(self._plan("constant", self._play(task, 1, action), action))
+        return found
 
     def search(self, progress: Callable[[float], None]) -> None:
         """Find the smallest number of GPUs on which a setting meets the objectives on all of the log."""
@@ -516,9 +580,8 @@ class _Card:
     @property
     def tried(self) -> list[Plan]:
         """Fleets played on all of the log: the finalists or, for a long log, the best of each number of GPUs."""
-        if self._all_searched:
-            return [plan for plans in self._known.values() for plan in plans]
-        return list(self._on_all.values())
+        known = chain(*self._known.values()) if self._all_searched else self._on_all.values()
+        return [*known, *self._safer]
 
     @property
     def largest(self) -> Plan:
@@ -711,25 +774,42 @@ class _Card:
         kept = math.ceil((self._windows_met or 1.0) * len(windows) - 1e-9)
         return sorted(margins, reverse=True)[kept - 1], sum(held) / len(windows)
 
-    def safer(self) -> list[Plan]:
-        """Fleets tried for more than a likely plan: the other precisions, then more GPUs, until one meets with 90 %."""
+    def search_certain(self) -> None:
+        """Find the smallest fleet that meets with 90 %, from the best plan's to one of twice as many GPUs.
+
+        Played are the best plan's setting and the best ones of the other precisions.
+        """
         assert self.best is not None
-        if self.best.is_uneven:
-            return []
+        if self.best.verdict == WITH_90:
+            self.certain = self.best
+        if self.best.verdict == WITH_90 or self.best.is_uneven:
+            return
         best, units = action_of(self.best), self.best.n_gpus // self._cards_each
         actions = {best.quant_tier: best}
         for each in self._finalists(units):
             actions.setdefault(each.quant_tier, each)
-        known, found = self.tried, list[Plan]()
-        for n in dict.fromkeys((units, units + 1, min(2 * units, self._most))):
+        known, found = self.tried, dict[int, Plan]()
+
+        def certain(n: int) -> bool:
             for action in actions.values():
                 there = [p for p in known if p.n_gpus == n * self._cards_each and p.action == action.to_dict()]
                 if not there and not (action.prefill_disagg and n % 2):
                     there = [self._plan("constant", self._play(self._played, n, action), action)]
-                    found += there
-                if any(plan.verdict == WITH_90 for plan in there):
-                    return found
-        return found
+                    self._safer += there
+                sure = [plan for plan in there if plan.verdict == WITH_90]
+                if sure:
+                    found[n] = sure[0]
+                    return True
+            return False
+
+        most = min(2 * units, self._most)
+        if not any(certain(n) for n in (units, units + 1, most) if n <= most):
+            return
+        low, high = units + 1, min(found)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if certain(middle) else (middle, high)
+        self.certain = found[high]
 
     def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float, float]:
         """Policies with prefill on the replicas, on the best plan's GPUs and on fewer.
@@ -769,11 +849,15 @@ class _Card:
         return found, saved * self._cards_each, best - constant.share_in_time, chance
 
     def under(self, factor: float, log: RequestLog) -> dict[str, Any]:
-        """The best plan under ``factor`` times the traffic: its figures, and how many GPUs its settings then need."""
-        assert self.best is not None
-        action = action_of(self.best)
-        units = self.best.n_gpus // self._cards_each
-        uneven, apart = self.best.is_uneven, self.best.prefill_replicas
+        """The plan to rent under ``factor`` times the traffic: its figures, and how many GPUs its settings then need.
+
+        It is the certain one, of which the same verdict is asked, else the best.
+        """
+        chosen, sure = self.certain or self.best, self.certain is not None
+        assert chosen is not None
+        action = action_of(chosen)
+        units = chosen.n_gpus // self._cards_each
+        uneven, apart = chosen.is_uneven, chosen.prefill_replicas
         step = 2 if action.prefill_disagg and not uneven else 1
         task = log_task(log, self._tables, self._searched.slo_target_ms)
         played: dict[int, Plan] = {}
@@ -782,7 +866,8 @@ class _Card:
             if n not in played:
                 # The same share of prefill replicas.
                 prefill = min(n - 1, max(1, round(n * apart / units))) if uneven else 0
-                played[n] = self._plan("constant", self._play(task, n, action, prefill), action)
+                plan = self._plan("constant", self._play(task, n, action, prefill), action)
+                played[n] = replace(plan, meets=plan.verdict == WITH_90) if sure else plan
             return played[n]
 
         now = at(units)
@@ -790,7 +875,7 @@ class _Card:
         least = smallest_fleet(lambda n: at(n * step), guess, self._most // step, self._required, 2 if uneven else 1)
         return {
             "traffic": factor,
-            "n_gpus": self.best.n_gpus,
+            "n_gpus": chosen.n_gpus,
             "meets": now.meets,
             "share_in_time": now.share_in_time,
             "figures": now.figures,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
 from ops.capacity import GRID
-from ops.margins import LIKELY, LOADS, WITH_90
+from ops.margins import LOADS
 from ops.objectives import WINDOW_S, Objective, parse_objective
 from simulator.hardware.catalogue import usual_name
 from simulator.hardware.engine_times import TIER
@@ -145,17 +145,28 @@ def plan_report(report: PlanReport) -> Report:
     """A plan: the answer, the cheapest fleets, what may change the answer, and details."""
     if report.undecided:
         return Report(report.undecided, {}, [], refused_lines(report))
-    nearest = sorted(report.unmet, key=lambda plan: (-plan.share_in_time, -plan.margin))
-    scaled = _scaling_rows(report.autoscaling)
-    title = "nearest fleet" if not report.plans else "cheapest fleet" if report.currency else "fewest GPUs"
-    order = "" if report.currency or not report.plans else " (no prices: of equally many, the smallest card first)"
+    chosen, scaled = report.recommended, _scaling_rows(report.autoscaling)
+    if chosen is None:
+        title = "nearest fleet of each hardware"
+        shown = sorted(report.unmet, key=lambda plan: (-plan.share_in_time, -plan.margin))
+    else:
+        title = f"{'cheapest fleet' if report.currency else 'fewest GPUs'} of each hardware"
+        title = title if chosen == report.plans[0] else f"recommended fleet, then the {title} that are likely enough"
+        title += "" if report.currency else " (no prices: of equally many, the smallest card first)"
+        shown = [chosen, *(plan for plan in report.plans if plan != chosen)]
     return Report(
         " ".join(answer(report)),
-        {f"{title} of each hardware{order}": [_plan_cells(report, plan) for plan in report.plans or nearest]},
+        {title: [_plan_cells(report, plan) for plan in shown]},
         cautions(report),
         refused_lines(report),
-        Report("Details", {"the first plan's replicas, set by an autoscaler": scaled}, details(report)),
+        Report("Details", {f"{_first_plan(report)}, its replicas set by an autoscaler": scaled}, details(report)),
     )
+
+
+def _first_plan(report: PlanReport) -> str:
+    """What the first plan is, on which policies and autoscalers were played."""
+    recommended = report.plans and report.plans[0] == report.recommended
+    return "the recommended fleet" if recommended else "the first fleet that is likely enough"
 
 
 def notes(report: PlanReport) -> list[str]:
@@ -179,6 +190,7 @@ def _plan_cells(report: PlanReport, plan: Plan) -> dict[str, object]:
     return {
         "hardware": plan.hardware,
         "GPUs": plan.n_gpus,
+        **({"for 90%": _for_90(report, plan)} if report.plans else {}),
         **({f"{report.currency}/h": plan.cost_per_hour} if report.currency else {}),
         "replicas": _replicas(plan),
         "setting": plan.policy if plan.action is None else _setting_text(plan.action, plan.precision),
@@ -188,6 +200,14 @@ def _plan_cells(report: PlanReport, plan: Plan) -> dict[str, object]:
         **{f"{o.label} ms": _expected(plan, o) if answered else None for o in shown},
         "margin": _margin(plan) if answered else None,
     }
+
+
+def _for_90(report: PlanReport, plan: Plan) -> object:
+    """GPUs of the fleet on this hardware that meets with 90 %, and its precision if that is another one."""
+    found = next((each for each in report.certain if each.hardware == plan.hardware), None)
+    if found is None or found.precision == plan.precision:
+        return None if found is None else found.n_gpus
+    return f"{found.n_gpus} ({found.precision})"
 
 
 def _verdict(report: PlanReport, plan: Plan) -> str:
@@ -249,13 +269,12 @@ def answer(report: PlanReport) -> list[str]:
         nearest = f"the nearest, {_fleet(report, near)}, serves {near.share_in_time:.2%} of the requests in time"
         return [f"No fleet tried meets {asked} with {report.model}: {'; '.join(least) or nearest}."]
     first = report.plans[0]
-    sure = "about 50 to 90% certain (likely)" if first.verdict == LIKELY else "at least 90% certain"
-    found = [f"Rent {_fleet(report, first)}: {sure} to meet {asked} with {report.model}."]
-    if first.verdict != LIKELY:
-        return found
-    if safe := [plan for plan in report.tried if plan.verdict == WITH_90]:
-        plan = min(safe, key=lambda p: (p.cost, p.hardware != first.hardware, -p.margin))
-        return [*found, f"For 90% certainty rent {_fleet(report, plan)}."]
+    if report.certain:
+        chosen = report.certain[0]
+        found = [f"Rent {_fleet(report, chosen)}: at least 90% certain to meet {asked} with {report.model}."]
+        likely = f"Likely enough (50 to 90% certain): {_fleet(report, first)}."
+        return found if first == chosen else [*found, likely]
+    found = [f"Rent {_fleet(report, first)}: likely (50 to 90% certain) to meet {asked} with {report.model}."]
 
     def left(plan: Plan) -> list[tuple[float, str]]:
         """Margin of each objective at the 90% bound, and its figure there."""
@@ -287,7 +306,8 @@ def cautions(report: PlanReport) -> list[str]:
     """What may change the answer, a sentence each."""
     if not report.plans:
         return []
-    first, found = report.plans[0], [*_growth_lines(report)]
+    first, found = report.recommended, [*_growth_lines(report)]
+    assert first is not None
     requests = int(report.log["requests"])
     if not any(o.quantity in ("ttft", "e2e") for o in _objectives(report)):
         found.append(
@@ -399,10 +419,11 @@ def _error_lines(report: PlanReport) -> list[str]:
 
 
 def _support_lines(report: PlanReport) -> list[str]:
-    """How well measurements cover the seconds of the first plan."""
-    if not report.plans:
+    """How well measurements cover the seconds of the recommended fleet."""
+    if report.recommended is None:
         return []
-    return [f"Kernel timings of the first plan's seconds: {levels(report.plans[0].support)} (docs/hardware.md)."]
+    covered = levels(report.recommended.support)
+    return [f"Kernel timings of the recommended fleet's seconds: {covered} (docs/hardware.md)."]
 
 
 def levels(support: Mapping[str, float]) -> str:
@@ -413,14 +434,14 @@ def levels(support: Mapping[str, float]) -> str:
 def _adapting(report: PlanReport) -> str:
     saved, gain = report.adapting_saves_gpus, report.adapting_gain
     policies = " and ".join(dict.fromkeys(plan.policy for plan in report.adaptive))
-    first = report.plans[0]
+    first, named = report.plans[0], _first_plan(report)
     if first.n_gpus == first.tensor_parallel:
-        return "The first plan is a single replica, so adapting the settings cannot save a GPU."
+        return f"{named.capitalize()} is a single replica, so adapting the settings cannot save a GPU."
     if not saved:
-        return f"Adapting the settings to the load (policies {policies}) saves no GPU compared with the first plan."
+        return f"Adapting the settings to the load (policies {policies}) saves no GPU compared with {named}."
     told = (
         f"Adapting the settings to the load (policies {policies}) saves {saved} GPU{'s' if saved > 1 else ''} compared "
-        "with the first plan"
+        f"with {named}"
     )
     more = f"serving {gain:.1%} more of the requests in time than the best constant on the same GPUs"
     if gain > report.adapting_noise:
@@ -433,7 +454,8 @@ def _growth_lines(report: PlanReport) -> list[str]:
     told: dict[str, list[str]] = {}
     for row in report.growth:
         needed = "more GPUs than were tried" if row["gpus_needed"] is None else f"{row['gpus_needed']} GPUs"
-        on = "takes the same GPUs" if row["meets"] else f"takes {needed} with these settings"
+        certainly = " for the same certainty" if report.certain else ""
+        on = "takes the same GPUs" if row["meets"] else f"takes {needed} with these settings{certainly}"
         told.setdefault(on, []).append(f"{row['traffic']:g}")
     lines = [f"{' or '.join(factors)} times the traffic {on}" for on, factors in told.items()]
     return [f"{'; '.join(lines)}."] if lines else []

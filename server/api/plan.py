@@ -82,7 +82,7 @@ class PlanRoutes(LogRoutes):
 
 
 class PlanAnswer(BaseModel):
-    """Answer of POST /plan: the cheapest plan of each card first, with notes."""
+    """Answer of POST /plan: the recommended fleet in words and figures, the plans of each card, and notes."""
 
     log: dict[str, Any]
     read: dict[str, Any]
@@ -90,7 +90,10 @@ class PlanAnswer(BaseModel):
     objectives: list[str]
     share_met: float
     windows_met: float | None
+    answer: list[str]
+    recommended: dict[str, Any] | None
     plans: list[dict[str, Any]]
+    certain: list[dict[str, Any]]
     front: list[dict[str, Any]]
     tried: list[dict[str, Any]]
     growth: list[dict[str, Any]]

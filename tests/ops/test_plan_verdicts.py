@@ -313,21 +313,35 @@ def test_a_verdict_takes_the_larger_ratio_of_runs_of_its_model_on_its_card() -> 
     assert plan.margin == pytest.approx(1 - plan.figures["tpot_p50_ms"] * measured / 60)
 
 
-def test_where_the_first_plan_is_only_likely_the_report_says_what_meets_with_90() -> None:
+def test_a_plan_begins_with_the_smallest_fleet_that_meets_with_90_and_then_names_the_one_that_is_likely_enough() -> (
+    None
+):
     fleet = {"h100-llama-3.1-8b": load_tables(table_path("h100-llama-3.1-8b"))}
     limits = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=15")]
     found = make_plan(gamma_log(1.0, 5.0, 400), limits, fleet, policies=())
     (plan,) = found.plans
     assert (plan.verdict, plan.n_gpus) == ("likely", 1)
-    safe = min((p for p in found.tried if p.verdict == "meets with 90 %"), key=lambda p: p.n_gpus)
+    (safe,) = found.certain
+    assert found.recommended == safe
+    assert safe.verdict == "meets with 90 %"
+    assert safe.n_gpus == min(p.n_gpus for p in found.tried if p.verdict == "meets with 90 %")
     first, line = answer(found)
-    assert first.startswith("Rent 1 x h100 (")
-    assert "about 50 to 90% certain (likely) to meet TTFT p99 <= 500 ms and TPOT p50 <= 15 ms" in first
-    assert line.startswith(f"For 90% certainty rent {safe.n_gpus} x h100 ({safe.precision}, ")
+    meets = "at least 90% certain to meet TTFT p99 <= 500 ms and TPOT p50 <= 15 ms with llama-3.1-8b."
+    assert first.startswith(f"Rent {safe.n_gpus} x h100 ({safe.precision}, ")
+    assert first.endswith(meets)
+    assert line.startswith(f"Likely enough (50 to 90% certain): 1 x h100 ({plan.precision}, ")
+    ((top, below),) = plan_report(found).tables.values()
+    assert (top["verdict"], below["verdict"]) == ("meets with 90 %", "likely")
+    # Growth is asked for the same certainty.
+    for row in found.growth:
+        assert row["n_gpus"] == safe.n_gpus
+        assert row["gpus_needed"] is None or row["gpus_needed"] >= safe.n_gpus
     # Without that fleet, the figure that misses at the 90% bound is named.
-    unsafe = replace(found, tried=[p for p in found.tried if p.verdict != "meets with 90 %"])
+    unsafe = replace(found, tried=[p for p in found.tried if p.verdict != "meets with 90 %"], certain=[])
     nearest = min(p.figures["ttft_p99_ms"] * p.errors["ttft"].p90 for p in unsafe.tried if p.meets)
-    _, line = answer(unsafe)
+    likely, line = answer(unsafe)
+    assert likely.startswith("Rent 1 x h100 (")
+    assert "likely (50 to 90% certain) to meet TTFT p99 <= 500 ms" in likely
     assert line.startswith("No fleet tried is 90% certain: ")
     assert f"TTFT p99 {nearest:,.0f} ms" in line
     _, line = answer(replace(unsafe, tried=[plan]))
@@ -356,6 +370,6 @@ def test_a_row_whose_latency_is_within_the_limit_says_why_it_is_not_met() -> Non
     tables = registered_tables(["a100-40gb"])
     found = make_plan(gamma_log(3.0, 8.0, 400), [parse_objective("ttft_p50=500")], tables, share_met=0.99, policies=())
     row = next(p for p in found.tried if p.margin >= 0 and not p.meets)
-    ((cells,),) = plan_report(replace(found, plans=[], unmet=[row])).tables.values()
+    ((cells,),) = plan_report(replace(found, plans=[], certain=[], unmet=[row])).tables.values()
     assert cells["verdict"] == f"not: {1 - row.share_in_time:.2%} late or refused"
     assert 0.01 < 1 - row.share_in_time < 0.5

@@ -148,7 +148,7 @@ def test_the_plan_of_the_readme_prints_the_lines_that_it_shows() -> None:
     (command,) = (each.text for each in every("bash", "README.md") if "inferencegym plan" in each.text)
     (shown,) = (each.text.splitlines() for each in every("text", "README.md"))
     printed = shell(command, ROOT).splitlines()
-    assert len(shown) == 8
+    assert len(shown) == 9
     assert [line for line in shown if not any(each.startswith(line) for each in printed)] == []
 
 

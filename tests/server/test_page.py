@@ -1136,14 +1136,13 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
         page.get_by_label(f"Price of {card} per GPU hour").fill(price)
     page.get_by_role("button", name="Make a plan").click()
     verdict = page.locator("#panel-plan .verdict")
-    fleet = r"Rent 1 × A100 40 GB, set to INT8, batch \d+, KV [\d.]+, "
-    cost = r"at 1\.20 USD per hour, 0\.\d+ per million output tokens: "
-    sure = r"(about 50 to 90 % certain \(likely\)|at least 90 % certain) to meet"
-    meets = sure + r" TTFT p99 ≤ 500 ms and TPOT p50 ≤ 50 ms\."
-    expect(verdict).to_have_text(re.compile(f"^{fleet}{cost}{meets}$"), timeout=PATIENCE_MS)
+    fleet = r"Rent 1 × A100 40 GB at USD 1\.20/h \(INT8, batch \d+, KV [\d.]+\): likely \(50 to 90% certain\) to meet"
+    meets = r"TTFT p99 ≤ 500 ms and TPOT p50 ≤ 50 ms with llama-3\.1-8b\."
+    expect(verdict).to_have_text(re.compile(f"^{fleet} {meets}$"), timeout=PATIENCE_MS)
+    expect(verdict.locator("+ p")).to_have_text(re.compile(r"^No fleet tried is 90% certain: .* A100 .* GB at USD "))
     rows = page.locator("#panel-plan table").first.locator("tbody tr")
     assert [text.split("\t")[-1] for text in rows.all_inner_texts()] == ["1.20", "1.80"]
-    expect(rows.first).to_contain_text(re.compile(r"1 × A100 40 GBINT8, batch \d+, KV [\d.]+"))
+    expect(rows.first).to_contain_text(re.compile(r"1 × A100 40 GBRecommended: INT8, batch \d+, KV [\d.]+"))
     expect(page.locator("#panel-plan details[open]")).to_have_count(0)
     unfold(page)
     expect(page.locator("#panel-plan .scroll").nth(1)).to_contain_text("USD per million tokens")
@@ -1178,33 +1177,65 @@ def test_a_plan_without_prices_shows_latencies_and_what_may_change_it_beside_a_f
     expect(plan.locator(".verdict")).to_contain_text("Rent 1 × A100 40 GB", timeout=PATIENCE_MS)
     assert area.evaluate(place) == before
     table = plan.locator("table").first
-    head = ["Rent", "Meets", "In time", "TTFT p99 ≤ 500 ms", "TPOT p50 ≤ 50 ms"]
+    head = ["Fleet", "Meets", "GPUs for 90% certainty", "In time", "TTFT p99 ≤ 500 ms", "TPOT p50 ≤ 50 ms"]
     expect(table.locator("thead th")).to_have_text(head)
     small, large = (
-        [float(text.split()[0]) for text in row.locator("td").all_inner_texts()[2:]]
+        [float(text.split()[0]) for text in row.locator("td").all_inner_texts()[3:]]
         for row in table.locator("tbody tr").all()
     )
     assert large < small  # the larger card is the faster one
     said = plan.locator("ul:visible")
-    expect(plan.locator("caption").first).to_contain_text("the card with the least memory comes first")
-    expect(said).to_contain_text("2 cards need equally many GPUs: enter your prices to compare them by cost.")
+    expect(plan.locator("p.note").first).to_contain_text("of equally many the card with the least memory.")
+    expect(said).to_contain_text("2 cards need equally few GPUs: enter your prices to compare them by cost.")
     expect(said).to_contain_text("A single replica serves nothing while it fails or restarts: set Replicas, at least")
     assert objections(page) == []
 
 
-def test_objectives_that_no_fleet_meets_are_told_with_the_nearest_fleet(visit: Visit) -> None:
-    page = visit().open("plan")
+def test_objectives_that_no_fleet_meets_are_told_with_the_nearest_fleet_and_impossible_ones_at_once(
+    visit: Visit,
+) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("plan")
     page.locator("#panel-plan textarea").fill(
         "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{second},1000,10\n" for second in range(30))
     )
-    page.get_by_label("TTFT p99 (ms)").fill("1")
-    page.get_by_label("TPOT p50 (ms)").fill("")
+    page.get_by_label("TTFT p99 (ms)").fill("")
+    page.get_by_label("TPOT p50 (ms)").fill("9")
+    page.get_by_label("Precisions").select_option("16 bit only")
     for box in page.locator("#panel-plan fieldset [type=checkbox]").all():
         box.set_checked(box.input_value() == "l40s")
     page.get_by_role("button", name="Make a plan").click()
-    said = re.compile(r"^No fleet in the search meets TTFT p99 ≤ 1 ms: the nearest, \d+ × L40S.*, serves 0\.00 % of ")
+    said = re.compile(r"^No fleet tried meets TPOT p50 ≤ 9 ms with llama-3.1-8b: the least TPOT p50 of any is \d")
     expect(page.locator("#panel-plan .verdict")).to_have_text(said, timeout=PATIENCE_MS)
     expect(page.locator("#panel-plan table").first.locator("tbody tr")).to_have_count(1)
+    page.get_by_label("TPOT p50 (ms)").fill("1")
+    page.get_by_role("button", name="Make a plan").click()
+    said = re.compile(
+        r"^TPOT p50 ≤ 1 ms is impossible: .* already [\d.]+ ms on the fastest card here \(L40S, BF16\)\. "
+    )
+    expect(page.get_by_role("alert")).to_have_text(said, timeout=PATIENCE_MS)
+
+
+def test_a_plan_is_read_on_a_phone_and_stays_when_the_next_one_is_cancelled(visit: Visit) -> None:
+    page = visit(viewport=PHONE, is_mobile=True, has_touch=True).open("plan")
+    rows = "".join(f"{0.1 * i:.1f},{150 + i},{60}\n" for i in range(200))
+    page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    page.get_by_label("TTFT p99 (ms)").fill("300")
+    page.get_by_role("button", name="Make a plan").click()
+    verdict = page.locator("#panel-plan .verdict")
+    expect(verdict).to_contain_text(re.compile(r"^Rent 1 × .*: at least 90% certain to meet"), timeout=PATIENCE_MS)
+    expect(verdict.locator("+ p")).to_contain_text("Likely enough (50 to 90% certain): 1 × A100 40 GB (FP16, ")
+    said, first = verdict.inner_text(), page.locator("#panel-plan .stacked").first
+    assert first.evaluate("node => [...node.querySelectorAll('*')].every((each) => each.scrollWidth <= innerWidth)")
+    for cell in first.locator("tbody tr").first.locator("td").all():
+        assert cell.evaluate("node => node.getBoundingClientRect().right <= innerWidth")
+    page.route("**/plan", lambda route: None)
+    page.get_by_role("button", name="Make a plan").click()
+    expect(verdict).to_have_count(0)
+    page.get_by_role("button", name="Cancel").click()
+    expect(verdict).to_have_text(said)
+    expect(page.locator("#panel-plan .cancelled")).to_contain_text("Below is the result from before.")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ export function select(pairs, chosen, onChange) {
 /** A table of text: `head` are column titles, `rows` arrays of text, numbers or nodes. */
 export function table(caption, head, rows) {
   const cell = (value, index) => {
-    const node = el(index === 0 ? "th" : "td", index === 0 ? { scope: "row" } : {});
+    const node = el(index === 0 ? "th" : "td", index === 0 ? { scope: "row" } : { "data-head": head[index] });
     node.append(value instanceof Node ? value : String(value));
     return node;
   };

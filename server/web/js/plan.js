@@ -9,7 +9,7 @@ import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, sett
 const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
 const BESIDE = 13; // between cards that cost as much, of a picture's width
 const SVG = "http://www.w3.org/2000/svg";
-const CERTAINTY = { likely: "likely", "meets with 90 %": "90 % certain", not: "no" };
+const CERTAINTY = { likely: "likely", "meets with 90 %": "90% certain", not: "no" };
 const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Meets", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU-hours per million tokens"];
 
 export async function start(panel) {
@@ -59,7 +59,7 @@ class PlanTab {
     const cards = new Set(Object.values(this.catalogue).filter(({ model }) => model === this.model.value).map(({ card }) => card));
     fill(this.cards, el("legend", { text: "Cards to search, and your price per GPU hour" }), ...[...cards].flatMap((card) => [el("label", { class: "chip plain" },
       el("input", { type: "checkbox", checked: true, value: card }), cardName(card)), this.prices.get(card)]),
-    el("small", { text: "With prices the plan takes the cheapest fleet of the cards that have one; without any, the fewest GPUs." }));
+    el("small", { text: "Prices are optional, and none are built in. Take them from your provider's price list or contract: the price of an instance per hour, divided by its GPUs. With prices the plan takes the cheapest fleet of the cards that have one. Without any it takes the fewest GPUs and, of equally many, the card with the least memory." }));
   }
 
   tell(...nodes) {
@@ -91,7 +91,12 @@ class PlanTab {
   /** Say what is wrong with the form or the log; what was shown before was of other ones. */
   refuse(error) {
     this.tell();
-    this.alert.show(error);
+    this.alert.show({ field: error.field, code: error.code, next: error.next, message: this.words(error.message) });
+  }
+
+  /** A sentence of the server in the words of the page. */
+  words(text) {
+    return this.named(text).replaceAll("<=", "≤").replace(/(\d) x /g, "$1 × ");
   }
 
   async run() {
@@ -109,32 +114,39 @@ class PlanTab {
   }
 
   report(report) {
-    const priced = Boolean(report.currency), [first] = report.plans;
-    const said = report.undecided ?? verdict(report, priced);
+    const priced = Boolean(report.currency), first = report.recommended, refused = first ? undefined : tooLong(report);
+    const [said, ...more] = refused ? [`No number of GPUs meets the objectives: ${refused} requests are too long for every card that was searched. Leave them out of the log to plan for the others.`] : report.answer.map((text) => this.words(text));
     if (report.undecided) {
       this.tell(el("h2", { class: "verdict", text: said }));
       announce(said);
       return;
     }
-    const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2),
+    const safest = ({ hardware, precision }) => {
+      const safe = report.certain.find((plan) => plan.hardware === hardware);
+      return safe ? `${safe.n_gpus}${safe.precision === precision ? "" : ` in ${safe.precision}`}` : "–";
+    };
+    const short = (plan) => [el("span", {}, rent(plan), el("small", { text: `${plan === first ? "Recommended: " : ""}${settingOf(plan)}` })), CERTAINTY[plan.verdict], ...(first ? [safest(plan)] : []), percent(plan.share_in_time, 2),
       ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
     const head = priced ? [...HEAD, `${report.currency} per hour`, `${report.currency} per million tokens`] : HEAD;
     const row = (plan) => [cardName(plan.card), plan.n_gpus, plan.tensor_parallel, settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
-    const plans = first ? report.plans : nearest(report);
-    const nodes = [el("h2", { class: "verdict", text: said })];
+    const plans = first ? [first, ...report.plans.filter((plan) => plan.hardware !== first.hardware || plan.n_gpus !== first.n_gpus || plan.precision !== first.precision)] : nearest(report);
+    const nodes = [el("h2", { class: "verdict", text: said }), ...more.map((text) => el("p", { text }))];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
-    if (first || !tooLong(report)) nodes.push(table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card, the first choice on top${priced ? "" : "; no prices were given, so of equally many GPUs the card with the least memory comes first"}` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
-      el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99 % of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
+    if (!refused) {
+      const fleets = table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card` : "Nearest fleet of each card", ["Fleet", "Meets", ...(first ? ["GPUs for 90% certainty"] : []), "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short));
+      fleets.classList.add("stacked");
+      nodes.push(fleets, el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99 % of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? ` Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90% certain: nine tenths of them. For 90% up to twice the GPUs were tried.${priced ? "" : " No prices were given: the fewest GPUs come first, and of equally many the card with the least memory."}` : ""}` }));
+    }
     if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report, this.named));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
       el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Filled fleets meet all objectives. Of settings with equally few GPUs the plan takes the highest precision, even if a lower one is faster, because lower ones change the model's answers. Cards that cost as much stand side by side." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both cost and requests in time", head, report.front.map(row))),
       folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, they are at the median error of measured runs." }), table("Figures", head, plans.map(row))));
     const other = [];
-    if (report.adaptive.length) other.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
+    if (report.adaptive.length) other.push(table(`Adaptive policies on ${rent(report.plans[0])} and on fewer`, ["Policy", "GPUs", "Meets", "In time"],
       report.adaptive.map((plan) => [player({ name: plan.policy }).label, plan.n_gpus, CERTAINTY[plan.verdict], percent(plan.share_in_time, 2)])));
-    if (report.autoscaling.length) other.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
+    if (report.autoscaling.length) other.push(table(`${rent(report.plans[0])} with an autoscaler`, ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
       report.autoscaling.map((each) => [player({ name: each.policy }).label, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     if (other.length) nodes.push(folded("Adaptive policies and autoscalers", ...other));
     nodes.push(folded("All notes: errors, limits, what was left out", el("ul", {}, ...[...report.read.notes, ...report.notes].map((text) => el("li", { text: inTheForm(this.named(text)) })))));
@@ -174,32 +186,17 @@ function latency(plan, objective, error) {
 }
 
 /** What may change the choice of the first plan, a sentence each. */
-function warnings({ plans, tried, currency, growth, objectives }) {
-  const [first] = plans, others = plans.filter(({ n_gpus: gpus }) => gpus === first.n_gpus).length - 1;
+function warnings({ recommended: first, plans, certain, currency, growth, objectives }) {
+  const others = (certain.length ? certain : plans).filter(({ n_gpus: gpus }) => gpus === first.n_gpus).length - 1;
   const outgrown = growth.find(({ meets }) => !meets), needed = outgrown?.gpus_needed;
   const missed = outgrown && objectives.filter((objective) => latency({ ...first, ...outgrown }, objective, "p50") > Number(objective.split("=")[1]));
-  const why = missed?.length ? missed.map((objective) => `${told(objective)} (it would be ${compact(latency({ ...first, ...outgrown }, objective, "p50"))} ms)`).join(" and ") : "the objectives with enough certainty";
-  const safe = tried.filter(({ verdict: one }) => one === "meets with 90 %").sort((a, b) => (a.cost_per_hour ?? a.n_gpus) - (b.cost_per_hour ?? b.n_gpus))[0];
+  const why = missed?.length ? missed.map((objective) => `${told(objective)} (it would be ${compact(latency({ ...first, ...outgrown }, objective, "p50"))} ms)`).join(" and ") : `the objectives with ${certain.length ? "90% certainty" : "enough certainty"}`;
   return [
-    first.verdict === "likely" && (safe ? `Smallest fleet tried that is 90 % certain: ${rent(safe)}, ${settingOf(safe)}.` : "No fleet that was tried is 90 % certain."),
-    !currency && others && `${others + 1} cards need equally many GPUs: enter your prices to compare them by cost.`,
+    !currency && others > 0 && `${others + 1} cards need equally few GPUs: enter your prices to compare them by cost.`,
     outgrown && `With ${outgrown.traffic} times the traffic it no longer meets ${why}${needed ? `: that takes ${needed} ${needed > 1 ? "GPUs" : "GPU"} with these settings` : ""}.`,
     first.n_replicas === 1 && "A single replica serves nothing while it fails or restarts: set Replicas, at least, to 2 if that matters.",
     !["FP16", "BF16"].includes(first.precision) && `${first.precision} changes the model's answers, which this plan does not measure: choose 16 bit only if they must stay.`,
   ].filter(Boolean);
-}
-
-/** The plan in one sentence: what to rent, its setting, its cost, and how certainly it meets the objectives. */
-function verdict(report, priced) {
-  const asked = report.objectives.map((text) => told(text)).join(" and ");
-  const [plan] = report.plans;
-  if (!plan) {
-    const refused = tooLong(report), [best] = nearest(report);
-    if (refused) return `No number of GPUs meets ${asked}: ${refused} requests are too long for every card that was searched. Leave them out of the log to plan for the others.`;
-    return `No fleet in the search meets ${asked}: the nearest, ${rent(best)}, serves ${percent(best.share_in_time, 2)} of the requests in time.`;
-  }
-  const cost = priced ? `, at ${plan.cost_per_hour.toFixed(2)} ${report.currency} per hour, ${compact(plan.cost_per_million_tokens)} per million output tokens` : "";
-  return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "about 50 to 90 % certain (likely)" : "at least 90 % certain"} to meet ${asked}.`;
 }
 
 /**
@@ -252,6 +249,6 @@ function scale(values, from, to, apart) {
 }
 
 function settings(report, named) {
-  return new EngineSettings({ title: "Engine settings of the first choice, to copy or download", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
+  return new EngineSettings({ title: "Engine settings of the recommended fleet, to copy or download", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
     textOf: (engine) => report.export[engine], tell: (comment) => report.objectives.reduce((said, objective) => said.replace(objective, told(objective)), named(comment)), report: { text: "Download the plan", name: "plan.json", data: report } }).node;
 }

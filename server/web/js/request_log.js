@@ -48,7 +48,7 @@ export class LogBox extends DropBox {
 
 const IN_THE_FORM = [
   ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["replicas_min 2", "Replicas, at least: 2"], ["quant FP16,BF16", "Precisions: 16 bit only"], ["Leave out drafts to exclude them", "Draft tokens: none excludes them"],
-  [": try router round-robin or least-loaded", ""], ["meets with 90 %", "90 % certain"], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
+  [": try router round-robin or least-loaded", ""], ["meets with 90 %", "90% certain"], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
   ["the unit: columns ", "the unit under Columns of the log: "], [" or columns arrival=", " or arrival="], ["with filter ", "under Only rows with: "],
   ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];
@@ -92,11 +92,12 @@ export class Alert {
 
 /**
  * The answer to a long request: `out` says what the server is doing and for how long, and has a button that cancels it. undefined if
- * the visitor cancels; the server then stops the work.
+ * the visitor cancels; the server then stops the work, and `out` shows again what it showed before.
  */
 export async function waitFor(out, doing, path, body) {
   const hangUp = new AbortController(), began = performance.now();
   const elapsed = () => `${Math.floor((performance.now() - began) / 1000)} s`;
+  const before = [...out.childNodes];
   const clock = el("span", { role: "timer", "aria-live": "off", text: "0 s" });
   const ticking = setInterval(() => { clock.textContent = elapsed(); }, 250);
   const cancelled = new Promise((resolve) => hangUp.signal.addEventListener("abort", () => resolve()));
@@ -110,8 +111,8 @@ export async function waitFor(out, doing, path, body) {
   } finally {
     clearInterval(ticking);
     if (hangUp.signal.aborted) {
-      const said = `Cancelled after ${elapsed()}.`;
-      fill(out, el("p", { class: "note", text: said }));
+      const said = `Cancelled after ${elapsed()}.${before.some((node) => node.matches(".verdict")) ? " Below is the result from before." : ""}`;
+      fill(out, el("p", { class: "cancelled", text: said }), ...before.filter((node) => !node.matches(".cancelled")));
       announce(said);
     }
   }

@@ -128,7 +128,6 @@ class Trace {
     this.alert.clear(this.node);
     try {
       const body = this.request();
-      this.tell();
       const many = body.policies.length, report = await waitFor(this.out, `Simulating the log under your configuration, constant settings and ${many} ${many > 1 ? "policies" : "policy"}: some seconds for minutes of traffic, half a minute for an hour.`, "shadow", body);
       if (report) this.report({ ...report, card: cardName(card) }, tiers, model, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
     } catch (error) {
