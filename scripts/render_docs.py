@@ -148,12 +148,12 @@ def quality() -> str:
 
 
 QUESTIONS = {
-    "autoscale-mix": "Does a learner beat an autoscaler under a load that nobody knows? (one number of replicas)",
-    "fleet-mix": "Does it generalise where the mix of requests differs too? (most room above all policies)",
-    "autoscale-azure": "Does it hold on recorded traffic? (one hour, so no generalisation)",
+    "autoscale-mix": "Does a learner beat an autoscaler under an unpredictable load? (it sets only the replicas)",
+    "fleet-mix": "Does it also generalise to another mix of requests? (no policy is near the best possible score)",
+    "autoscale-azure": "Does it work on recorded traffic? (a single hour)",
     "autoscale": "Does my learner work at all? (PPO beats the best constant within a minute or two)",
     "3": "Does it set five knobs at once? (announced surges: a timetable scores more than any policy that observes)",
-    "sharegpt-served": "Which search finds the best settings? (static: a constant is nearly as good as any policy)",
+    "sharegpt-served": "Which search finds the best settings? (static: the best constant nearly suffices)",
 }
 
 
