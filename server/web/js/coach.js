@@ -157,7 +157,6 @@ export class Coach {
     const { task, best, length, complete } = this.race;
     if (!complete || before.length >= length) return undefined;
     const scales = task.max_replicas, plan = rows(best.episode.action).slice(before.length), moves = this.moves(action, scales ? plan[held] : action);
-    if (!moves.length) return undefined;
     const until = scales ? Math.round(length / HINTS) + 2 * held : Infinity, [stay, ...moved] = trials(action, moves);
     const starts = [0, Math.round(held / 2), held];
     const run = (setting, from) => plan.map((planned, i) => (i >= until ? planned : i < from ? action : setting));

@@ -42,7 +42,7 @@ class Race {
     this.knobs.node.addEventListener("input", () => {
       this.advised = null;
       this.coach.moved();
-      this.startsAt("as you left them");
+      this.tellSliders();
     });
     this.coach = new Coach(this, () => this.skip());
     this.buildControls();
@@ -283,12 +283,19 @@ class Race {
   useDefaults() {
     this.knobs.hold(this.defaults.action);
     this.knobs.set(this.defaults.action);
-    this.startsAt(this.defaults.text);
+    this.tellSliders();
   }
 
-  /** Say where the sliders are before a race. */
-  startsAt(text) {
-    this.sliders.textContent = text;
+  /** Whether the sliders are where they were on the first visit of the task. */
+  get unmoved() {
+    const action = this.knobs.action();
+    return this.lanesOf.every((name) => Number(action[name]) === Number(this.defaults.action[name]));
+  }
+
+  /** Say where the sliders are, and what follows from it. */
+  tellSliders() {
+    if (!this.defaults) return; // the task is still on its way
+    this.sliders.textContent = this.unmoved ? this.defaults.text : "as you left them";
     if (this.phase === "idle" && this.rows) this.tellScores();
     if (this.phase !== "over") this.tellCourse();
   }
@@ -332,7 +339,7 @@ class Race {
   /** Whose score it is, and what comes. */
   introduction() {
     const { task, target: { called, episode: { score } }, defaults } = this, { floods: known, max_replicas: most } = task;
-    const traffic = this.seed === today() ? "today's traffic" : "this seed", unmoved = this.sliders.textContent === defaults.text;
+    const traffic = this.seed === today() ? "today's traffic" : "this seed", { unmoved } = this;
     const whose = this.shared ? this.challenge(unmoved) : this.isUntouched && unmoved ? `Touch nothing and you score ${shownScore(score)} on ${traffic}${defaults.vllm ? ": your sliders are at the defaults of vLLM, an LLM server" : ""}.` : `That is the score of ${called} on ${traffic}.`;
     const kind = task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much." : task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt." : "";
     const comes = known ? `At second ${known.first_at_s}, a surge brings ${surgeOf(task)}.` : most ? "Late requests can cost the whole score; replicas cost too. Hints are small moves that add up." : floods(this.phases).length ? "Surges come unannounced." : "";
@@ -586,15 +593,15 @@ class Race {
   /** Keep the run for a reload. */
   keep() {
     const { task, seed, aim, shared, phase, coach: { taught }, mine } = this;
-    keep(KEPT, this.at, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed: this.speedSelect.value, taught, action: this.knobs.action(), sliders: this.sliders.textContent, mine } : null);
+    keep(KEPT, this.at, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed: this.speedSelect.value, taught, action: this.knobs.action(), mine } : null);
   }
 
   /** Take up the run that was kept. */
-  takeUp({ mine, action, sliders, speed, phase, taught }) {
+  takeUp({ mine, action, speed, phase, taught }) {
     this.mine = oldRun(mine);
     this.knobs.set(action);
     this.coach.taught = taught;
-    this.startsAt(sliders);
+    this.tellSliders();
     this.setSpeed(speed);
     this.phase = "paused";
     this.draw();
@@ -629,6 +636,7 @@ class Race {
   async tryAgain(setting) {
     this.knobs.hold(setting);
     this.knobs.set(setting);
+    this.tellSliders();
     await this.choose(this.shared);
     this.press();
   }

@@ -37,7 +37,8 @@ export function showResult(race, grade, link) {
 function standing(grade, places) {
   const place = placeOf(grade, places), ahead = places.slice(0, place - 1).reverse().map(({ label }) => label), more = ahead.length - NAMED;
   const names = more > 0 ? [...ahead.slice(0, NAMED), `${more} more`] : ahead;
-  const behind = names.length ? `, behind ${names.join(", ").replace(/, ([^,]*)$/, " and $1")}` : "";
+  const alone = places.filter((each) => placeOf(each, places) === 1).length === 1 ? ", ahead of everybody" : "";
+  const behind = names.length ? `, behind ${names.join(", ").replace(/, ([^,]*)$/, " and $1")}` : alone;
   return `Place ${place} of ${places.length}${behind}${grade.score < LEAST && grade.breakdown.slo < 0 ? ": late requests cost more than everything else earned, as the table below shows" : ""}.`;
 }
 
