@@ -24,7 +24,7 @@ from ops.log.reader import Imported, import_log
 from ops.objectives import Objective, parse_objective
 from ops.plan import make_plan, tables_for
 from ops.prices import read_prices
-from ops.report import answer, notes, precision_note, table_notes
+from ops.report import answer, notes, precision_note, table_notes, verdict
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
 from ops.worker import confine, in_fields, request_parts, serve
@@ -65,6 +65,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
     return {
         **report.to_dict(),
         **_told(imported, told),
+        "answer": verdict(report, tables),
         "export": export,
     }
 

@@ -15,17 +15,20 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
+from agents.policies.vllm_defaults import vllm_defaults
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
 from ops.capacity import GRID
 from ops.margins import LOADS
 from ops.objectives import WINDOW_S, Objective, parse_objective
+from ops.shadow import OWN_PRECISION
 from simulator.hardware.catalogue import usual_name
 from simulator.hardware.engine_times import TIER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ops.capacity import PolicyOutcome
     from ops.plan import Plan, PlanReport
     from ops.shadow import ShadowReport
     from simulator.hardware.tables import ServingTables
@@ -523,6 +526,7 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
     lines = [
         *(f"{o.policy}: {_shadow_setting(o.action, tables)}" for o in report.outcomes if o.action),
         "KV is the share of the KV pool that the setting uses; vLLM's own default comes to about 1.",
+        "--export vllm writes the settings marked with *; `plan` finds out whether fewer GPUs would do.",
         scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
         f"Simulated: {usual_name(str(tables.meta['model']))} on {report.hardware}, table {report.table_sha256[:12]}; "
         "latencies are not corrected by measurements, as those of `plan` are.",
@@ -530,21 +534,20 @@ def shadow_report(report: ShadowReport, tables: ServingTables) -> Report:
         *table_notes(tables),
     ]
     gpus = (
-        f"{report.n_gpus} x {report.hardware} for every policy; late: first token after more than {report.slo_ms:g} ms"
+        f"Every policy has {report.n_gpus} x {report.hardware}; late: first token after more than {report.slo_ms:g} ms."
     )
     before = [f"{text}." for text in (report.refused, report.short) if text]
-    before.append(f"* {verdict(report)}")
+    told = verdict(report, tables)
     if len(report.objectives) > 1 and (missed := report.misses(best)):
         before.append(f"{best.policy} misses {', '.join(missed)}.")
     before += [note] if (note := precision_note(report, tables)) else []
-    return Report(gpus, shown, lines, before)
+    return Report(" ".join(told), shown, lines, [*before, gpus])
 
 
 def precision_note(report: ShadowReport, tables: ServingTables) -> str:
     """Which outcomes use other precisions than the user's own setting, one sentence; empty if none does."""
-    mine = report.fixed_action["quant_tier"]
-    others = [o.policy for o in report.outcomes if set(o.timeline["quant_tier"]) - {mine}]
-    told = f"At other precisions than yours ({tables.tiers[mine]}): {', '.join(others)}; answers may change."
+    others = [o.policy for o in report.outcomes if _other_tiers(report, o, tables)]
+    told = f"At other precisions than yours ({_own_tier(report, tables)}): {', '.join(others)}; answers may change."
     return told if others else ""
 
 
@@ -559,21 +562,66 @@ def _shadow_setting(action: Mapping[str, Any], tables: ServingTables) -> str:
     return f"{text}, separate prefill" if action["prefill_disagg"] else text
 
 
-def verdict(report: ShadowReport) -> str:
-    """The recommendation in one sentence."""
-    best, fixed, constant = report.best(), report.outcomes[0], report.outcomes[1]
-    undecided = report.undecided()
-    if undecided:
-        return undecided
+def verdict(report: ShadowReport, tables: ServingTables) -> list[str]:
+    """The recommendation: what to set, then why it and not another setting; a sentence each."""
+    if undecided := report.undecided():
+        return [undecided]
+    best, (fixed, constant) = report.best(), report.outcomes[:2]
+    own = "vLLM's defaults" if report.fixed_action == vllm_defaults(tables).to_dict() else "your configuration"
+    late = f"{best.slo_miss_share:.1%} of the requests get their first token after {report.slo_ms:g} ms"
     if best is fixed:
-        return "Keep your own configuration: nothing clearly beats it. `plan` finds out whether fewer GPUs would do."
-    if best.action:
-        which = "best constant" if best is constant else "best constant in your precision"
-        gain = report.gain(best, fixed)
-        more = f"The {which} serves {gain:.1%} more of the requests in time than yours"
-        return f"{more}, and nothing else clearly more. --export vllm writes its settings."
-    gain = report.gain(best, constant)
-    return f"{best.policy} serves {gain:.1%} more of the requests in time than the best constant on the same GPUs."
+        kept = f"Keep {own} ({_shadow_setting(report.fixed_action, tables)}): {late}."
+        return [kept, _why_not(report, constant, tables)]
+    asked = f"Set {_shadow_setting(best.action, tables)}" if best.action else f"Let {best.policy} set the knobs"
+    changed = f" (not {_own_tier(report, tables)}: this changes the model's answers)" if best.action else ""
+    if other := _other_tiers(report, best, tables):
+        changed = changed or f" (it also uses {', '.join(other)}, which changes the model's answers)"
+    beaten, rival = (fixed, own) if best.action else (constant, "the best constant")
+    gain, chance = report.gain(best, beaten), report.noise(best, beaten)
+    return [
+        f"{asked}{changed if other else ''}: {late}, against {beaten.slo_miss_share:.1%} with {rival}.",
+        f"The difference is real, not noise: 95% interval {gain - chance:.1%} to {gain + chance:.1%}.",
+        *_in_own_precision(report, own, tables),
+    ]
+
+
+def _own_tier(report: ShadowReport, tables: ServingTables) -> str:
+    return str(tables.tiers[report.fixed_action["quant_tier"]])
+
+
+def _other_tiers(report: ShadowReport, outcome: PolicyOutcome, tables: ServingTables) -> list[str]:
+    """Precisions that an outcome uses besides that of the user's own setting."""
+    used = sorted({int(tier) for tier in outcome.timeline["quant_tier"]} - {report.fixed_action["quant_tier"]})
+    return [tables.tiers[tier] for tier in used]
+
+
+def _in_own_precision(report: ShadowReport, own: str, tables: ServingTables) -> list[str]:
+    """What to set if the recommendation changes the precision and that must stay."""
+    same = next((o for o in report.outcomes if o.policy == OWN_PRECISION), None)
+    if same is None or same.action is None or not _other_tiers(report, report.best(), tables):
+        return []
+    setting = f"set {_shadow_setting(same.action, tables)}: {same.slo_miss_share:.1%} late"
+    clear = report.clear(same, report.outcomes[0])
+    return [
+        f"If {_own_tier(report, tables)} must stay, {setting if clear else f'keep {own}: nothing is clearly better'}."
+    ]
+
+
+def _why_not(report: ShadowReport, constant: PolicyOutcome, tables: ServingTables) -> str:
+    """Why the best constant is not recommended in place of the user's own setting."""
+    fixed, action = report.outcomes[0], constant.action
+    assert action is not None
+    if action == report.fixed_action:
+        return "Of all constant settings tried it has the fewest late."
+    gain, chance = report.gain(constant, fixed), report.noise(constant, fixed)
+    noise = f"which may be noise (95% interval of the difference {gain - chance:.1%} to {gain + chance:.1%})"
+    late = f"{constant.slo_miss_share:.1%} late, {noise}" if gain > 0.0 else "no fewer late"
+    other = "".join(f"; but {tier} changes the model's answers" for tier in _other_tiers(report, constant, tables))
+    return (
+        f"The alternative is the best constant ({_shadow_setting(action, tables)}): {late}, TTFT p99 "
+        f"{plain(constant.ttft_p99_ms)} ms instead of {plain(fixed.ttft_p99_ms)}, TPOT "
+        f"{plain(constant.tpot_mean_ms)} ms instead of {plain(fixed.tpot_mean_ms)}{other}."
+    )
 
 
 _KNOBS: Final = (

@@ -107,8 +107,11 @@ class ShadowReport:
 
     def clear(self, outcome: PolicyOutcome, baseline: PolicyOutcome) -> bool:
         """Whether ``outcome`` has more requests in time than ``baseline``, beyond chance (:func:`noise`)."""
-        by_chance = noise(outcome.slo_miss_share, baseline.slo_miss_share, self.log["requests"])
-        return self.gain(outcome, baseline) > by_chance
+        return self.gain(outcome, baseline) > self.noise(outcome, baseline)
+
+    def noise(self, outcome: PolicyOutcome, baseline: PolicyOutcome) -> float:
+        """Half the 95% interval of :meth:`gain`."""
+        return noise(outcome.slo_miss_share, baseline.slo_miss_share, self.log["requests"])
 
     def misses(self, outcome: PolicyOutcome) -> list[str]:
         """Objectives that ``outcome`` misses by its simulated figures, with these, as in ``TPOT p50 62 ms (of 50)``."""

@@ -93,6 +93,7 @@ class ShadowAnswer(BaseModel):
     outcomes: list[dict[str, Any]]
     autoscaling: list[dict[str, Any]]
     notes: list[str]
+    answer: list[str]
     best: str
     undecided: str | None
     refused: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -230,10 +231,35 @@ def test_only_a_gain_that_chance_does_not_explain_is_recommended(report: ShadowR
     assert replace(asked, outcomes=[replace(fixed, slo_miss_share=0.2), perfect, own_many]).best() is perfect
 
 
+def test_the_recommendation_says_what_it_changes_how_sure_it_is_and_why_nothing_else_is_recommended(
+    report: ShadowReport,
+) -> None:
+    tables = load_tables()
+    asked = replace(report, log={**report.log, "requests": 1000})
+    fixed, constant, own, *_ = report.outcomes
+    assert constant.action is not None
+    tier = tables.tiers[constant.action["quant_tier"]]
+    bad, good = (replace(o, slo_miss_share=s) for o, s in ((fixed, 0.2), (constant, 0.0)))
+    first, sure, kept = verdict(replace(asked, outcomes=[bad, good, replace(own, slo_miss_share=0.2)]), tables)
+    changed = (
+        r", batch \d+, KV [\d.]+ \(not FP16: this changes the model's answers\): 0\.0% of the requests get their first "
+    )
+    assert re.match(f"Set {tier}{changed}token after 500 ms, against 20\\.0% with your configuration\\.$", first)
+    # Two standard errors of 0.2 of 1,000 requests: 2 * (0.2 * 0.8 / 1000) ** 0.5 = 2.5 points.
+    assert sure == "The difference is real, not noise: 95% interval 17.5% to 22.5%."
+    assert kept == "If FP16 must stay, keep your configuration: nothing is clearly better."
+    level = [replace(fixed, slo_miss_share=0.01), replace(constant, slo_miss_share=0.008)]
+    first, alternative = verdict(replace(asked, outcomes=level), tables)
+    assert first.startswith("Keep your configuration (FP16, batch ")
+    assert alternative.startswith(f"The alternative is the best constant ({tier}, batch ")
+    assert "0.8% late, which may be noise (95% interval of the difference -0.6% to 1.0%)" in alternative
+    assert alternative.endswith(f"; but {tier} changes the model's answers.")
+
+
 def test_nothing_is_recommended_where_nobody_serves_the_log_or_a_single_request_decides(report: ShadowReport) -> None:
     assert report.undecided() is None
     lost = [replace(o, slo_miss_share=0.96) for o in report.outcomes]
-    assert "no policy serves more than 4%" in verdict(replace(report, outcomes=lost))
+    assert "no policy serves more than 4%" in verdict(replace(report, outcomes=lost), load_tables())[0]
     few = replace(report, log={**report.log, "requests": 24})
     assert "Use a log of at least 25" in few.to_dict()["undecided"]
     assert replace(report, log={**report.log, "requests": 25}).undecided() is None

@@ -127,7 +127,7 @@ export const cardName = (card) => card.replace(/[-_]/g, " ").toUpperCase().repla
 /** A table of the catalogue in words. */
 export const tableName = ({ card, cards_per_replica: each }) => `${cardName(card)}${each > 1 ? `, ${each} GPUs per replica` : ""}`;
 
-const NAMED = ["heuristic", "hill_climb", "hpa", "planner"]; // policies in notes
+const NAMED = ["heuristic", "hill_climb", "hpa", "planner", "ppo", "best_adaptive"]; // policies in sentences
 
 /** A function for texts of the server: it puts the page's names in the place of tables, cards and policies. */
 export function namer(catalogue) {

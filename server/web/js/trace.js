@@ -144,18 +144,22 @@ class Trace {
   report(report, tiers, model, own) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
     if (own !== players[0].label) Object.assign(players[0], player({ name: "vllm_defaults" }), { key: "fixed" });
-    const said = report.undecided ?? verdict({ ...report, model }, players, tiers), { log } = report;
+    const [said, ...more] = report.answer.map((text) => inTheForm(this.named(text))), { log } = report;
     const mine = players[0].outcome.action.quant_tier, others = ({ timeline }) => [...new Set(timeline.quant_tier)].filter((tier) => tier !== mine).map((tier) => tiers[tier]);
     const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
     const row = (each) => el("span", {}, chip(each), others(each.outcome).length ? el("small", { text: `in ${others(each.outcome).join(", ")}, not your ${tiers[mine]}` }) : null);
-    const late = `First token after ${compact(report.slo_ms)} ms`;
+    const late = `First token after ${compact(report.slo_ms)} ms`, cost = ({ gpu_s_per_1k_tokens: gpus }) => gpus.toFixed(2);
+    const costs = new Set(players.filter(({ outcome }) => outcome.completed).map(({ outcome }) => cost(outcome)));
+    const results = table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", ...(costs.size > 1 ? ["GPU-seconds per 1,000 tokens"] : [])],
+      players.map(({ outcome: o, ...each }) => [row({ ...each, outcome: o }), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1)] : ["–", "–"]), ...(costs.size > 1 ? [o.completed ? cost(o) : "–"] : [])]));
+    results.classList.add("stacked");
     this.tell();
     this.out.append(...[
       el("h2", { class: "verdict", text: said }),
+      ...more.map((text) => el("p", { text })),
       ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${this.named(text)}.` })),
-      table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU-seconds per 1,000 tokens"],
-        players.map(({ outcome: o, ...each }) => [row({ ...each, outcome: o }), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)] : ["–", "–", "–"])])),
-      el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. ${players.some(({ outcome }) => others(outcome).length) ? `A precision other than ${tiers[mine]} changes the model's answers, which is not measured here. ` : ""}Simulated: the Fidelity tab shows the errors.` }),
+      results,
+      el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy${costs.size === 1 ? `, which is ${[...costs][0]} GPU-seconds per 1,000 tokens` : ""}. Requests without an answer count as late; TTFT and TPOT are those of the others. ${players.some(({ outcome }) => others(outcome).length) ? `A precision other than ${tiers[mine]} changes the model's answers, which is not measured here. ` : ""}Simulated: the Fidelity tab shows the errors.` }),
       this.settings(report, players),
       folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
       folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "Restarts"],
@@ -204,17 +208,3 @@ const inSentence = ({ label }) => label.replace("Your", "your").replace("Best", 
 
 /** Share of the requests that were refused, or not served by the end. */
 const lost = ({ completed, rejected, unserved }) => (rejected + unserved) / (completed + rejected + unserved);
-
-/** The recommendation in one sentence: the setting, its cost, and how many requests are late beside the baselines. */
-function verdict({ best, n_gpus: gpus, card, model, slo_ms: slo }, players, tiers) {
-  const one = players.find(({ key }) => key === best), [fixed, constant] = players;
-  const { slo_miss_share: late, gpu_s_per_1k_tokens: cost, action } = one.outcome;
-  const what = action ? setting(action, tiers[action.quant_tier]) : "";
-  const found = `for ${model} on ${gpus} × ${card}, at ${cost.toFixed(2)} GPU-seconds per 1,000 tokens: ${percent(late, 1)} of the requests get their first token after ${compact(slo)} ms`;
-  if (one === fixed) {
-    const { slo_miss_share: theirs, tpot_mean_ms: pace } = constant.outcome, faster = theirs <= late && pace < 0.9 * one.outcome.tpot_mean_ms;
-    return `Keep ${inSentence(fixed)} (${what}) ${found}, and nothing else here makes fewer late by more than chance explains.${faster ? ` Only the first token was compared: each token after it takes ${compact(pace)} ms under the best constant instead of ${compact(one.outcome.tpot_mean_ms)}.` : ""}`;
-  }
-  const others = [...(action ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${inSentence({ label })}`);
-  return `${action ? `Set ${what}` : `Let ${one.called} set the knobs`} ${found}, against ${others.join(" and ")}, more than chance explains.`;
-}
