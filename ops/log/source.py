@@ -239,7 +239,7 @@ class Value:
             raise self.wrong("is not a number")
         # Compare before converting: JSON integers can be larger than any float. NaN is within no bounds.
         if not low <= value <= high:
-            raise self.wrong(f"is not allowed: it must be from {low:g} to {high:g}")
+            raise self.wrong(f"is not allowed: it must be from {low:g} to {high:,.0f}")
         return float(value)
 
     def tokens(self) -> float:

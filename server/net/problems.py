@@ -26,7 +26,7 @@ NEXT: Final[dict[str, str]] = {
     "step_conflict": "GET {at}/state returns how many steps were taken; continue from there",
     "unknown_policy": "GET {at}/policies lists the policies that play each task",
     "session_conflict": "leave out fields that contradict the session, or its session_id; GET {at}/state has the task",
-    "data_format": "correct the file and send it again",
+    "data_format": "correct this in the file",
     "malformed_log": "send the log as the environment wrote it; GET /openapi.json has its schema",
     "forged_log": "send the unchanged log of the episode, with its seed and config; another release, table or "
     "calibration gives other numbers",

@@ -1358,7 +1358,7 @@ def test_the_server_refuses_how_a_log_is_read_in_the_words_of_the_form(
             "t,model,prompt_tokens,output_tokens\n0,a,10,10\n1,b,10,10\n",
             re.compile(r"or several that one fleet serves under Only rows with: model=NAME,NAME\.$"),
         ),
-        ("t,prompt_tokens,output_tokens\n0,ten,10\n", "is not a number. What to do: correct the text"),
+        ("t,prompt_tokens,output_tokens\n0,ten,10\n", "is not a number. What to do: correct this in the text"),
     ],
     ids=["columns", "unit", "models", "file"],
 )
@@ -1394,8 +1394,30 @@ def test_a_compressed_log_is_read_and_a_refused_one_leaves_no_log_behind(visit: 
         expect(box).to_have_value("")
     chooser.set_input_files({"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"})
     expect(page.get_by_role("alert")).to_contain_text("photo.png is not text")
+    expect(page.locator("#panel-plan .drop")).to_contain_text("photo.png was refused")
     page.get_by_role("button", name="Make a plan").click()
-    expect(page.get_by_role("alert")).to_contain_text("There is no log yet")
+    expect(page.get_by_role("alert")).to_contain_text("The file was refused: photo.png is not text")
+
+
+def test_columns_with_unusual_names_are_guessed_and_chosen_where_the_log_is_refused_for_them(visit: Visit) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("trace")
+    trace = page.locator("#panel-trace")
+    expect(trace.get_by_label("Arrival time")).to_have_count(0)
+    rows = "".join(f"{0.5 * i:.1f},x,{100 + i},{20 + i % 9}\n" for i in range(60))
+    trace.locator("textarea").fill("when_s,host,tok_in,generated\n" + rows)
+    page.get_by_role("button", name="Compare policies").click()
+    expect(trace.get_by_label("Arrival time")).to_have_value("when_s", timeout=PATIENCE_MS)
+    expect(trace.get_by_label("Prompt tokens")).to_have_value("tok_in")
+    expect(trace.get_by_label("Output tokens")).to_have_value("generated")
+    trace.get_by_label("Prompt tokens").select_option("host")
+    expect(trace.get_by_label("Columns of the log")).to_have_value("arrival=when_s,prompt=host,output=generated")
+    trace.get_by_label("Prompt tokens").select_option("tok_in")
+    with page.expect_request("**/shadow") as sent:
+        page.get_by_role("button", name="Compare policies").click()
+    assert sent.value.post_data_json["columns"] == "arrival=when_s,prompt=tok_in,output=generated"
+    expect(trace.locator(".verdict")).to_be_visible(timeout=PATIENCE_MS)
 
 
 # ---------------------------------------------------------------- the other tabs

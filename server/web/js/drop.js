@@ -33,11 +33,14 @@ export class DropBox {
       this.put(...await textOf(file, this.limitBytes));
     } catch (error) {
       this.put(""); // what was in the box is another log
+      this.refused = error;
+      this.from.textContent = `${file.name} was refused`;
       this.onProblem(error);
     }
   }
 
   put(text, name = "") {
+    this.refused = undefined;
     this.area.value = text;
     this.area.removeAttribute("aria-invalid");
     this.from.textContent = name || "or drop it here";

@@ -36,7 +36,22 @@ export class LogBox extends DropBox {
 
   /** Throws an error in the words of the form if there is no log. */
   requireLog() {
-    if (!this.area.value.trim()) throw { field: this.area, message: "There is no log yet", next: "drop a file, paste text, or load the example" };
+    if (this.area.value.trim()) return;
+    throw { field: this.area, ...(this.refused ? { message: `The file was refused: ${this.refused.message}`, next: this.refused.next } : { message: "There is no log yet", next: "drop a file, paste text, or load the example" }) };
+  }
+
+  /** Fields that choose the columns of a table, as guessed from their names, and fill in Columns of the log; null where there is no table. */
+  chooseColumns() {
+    const [header = ""] = this.area.value.trimStart().split("\n", 1), separator = [",", ";", "\t", "|"].reduce((best, each) => (header.split(each).length > header.split(best).length ? each : best));
+    const names = header.split(separator).map((name) => name.trim().replace(/^"(.*)"$/, "$1")).filter((name) => name && !/[,=]/.test(name));
+    if (names.length < 3 || /^[{[]/.test(header)) return null;
+    const chosen = LOOKS.map(([quantity, label, looks]) => {
+      const guess = looks.map((look) => names.find((name) => look.test(name))).find(Boolean);
+      return [quantity, label, select([["", "choose"], ...names.map((name) => [name, name])], guess ?? "", () => write())];
+    });
+    const write = () => { this.columns.value = chosen.filter(([, , { value }]) => value).map(([quantity, , { value }]) => `${quantity}=${value}`).join(","); };
+    write();
+    return el("div", {}, el("p", { class: "note", text: "Which column is which? Check the guess, then start again." }), el("div", { class: "controls small" }, ...chosen.map(([, label, choice]) => field(label, choice))));
   }
 
   /** The log as requests have it: its text, a name whose ending tells CSV from JSON, and how to read it. */
@@ -45,6 +60,13 @@ export class LogBox extends DropBox {
     return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : `${this.name}.csv`, columns: given(this.columns), filter: given(this.filter) };
   }
 }
+
+// What names of columns look like, the surest first.
+const LOOKS = [
+  ["arrival", "Arrival time", [/arriv|start|time|date|when/i, /^ts|created|received/i]],
+  ["prompt", "Prompt tokens", [/prompt|input|context/i, /in.?tok|tok.*in|^in/i]],
+  ["output", "Output tokens", [/output|complet|generat|response/i, /out.?tok|tok.*out|^out|^gen/i]],
+];
 
 const IN_THE_FORM = [
   ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["replicas_min 2", "Replicas, at least: 2"], ["quant FP16,BF16", "Precisions: 16 bit only"], ["Leave out drafts to exclude them", "Draft tokens: none excludes them"],
@@ -76,7 +98,7 @@ export class Alert {
   }
 
   show(error, ...nodes) {
-    fill(this.node, refusal(error, this.box), ...nodes);
+    fill(this.node, refusal(error, this.box), ...nodes, /no column (with a usual name|')/.test(error.message) ? this.box.chooseColumns() : null);
     error.field?.setAttribute("aria-invalid", "true");
     error.field?.addEventListener("input", () => error.field.removeAttribute("aria-invalid"), { once: true });
     error.field?.focus({ preventScroll: true });
