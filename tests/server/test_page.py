@@ -820,6 +820,20 @@ def test_a_friend_who_gets_the_link_to_a_run_plays_against_it(visit: Visit, serv
     assert float(_scores(second)["Challenger"]) == score
 
 
+def test_a_friend_sees_the_moves_of_the_challenger_after_the_race_alone(visit: Visit) -> None:
+    page = visit().open("race?task=3&seed=1&you=0.913-0-320-0-0_20.--512_60.----1_90.--384")
+    told = "Your challenger moved 2 sliders 3 times (shown after your race). You start where they started."
+    expect(page.locator(".about")).to_contain_text(told)
+    expect(page.get_by_label("Batch size")).to_have_attribute("aria-valuetext", "batch 320")
+    moves = page.locator(".strip", has_text="Challenger")
+    page.get_by_label("Speed").select_option("25")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".strip", has_text="You")).to_be_visible(timeout=PATIENCE_MS)
+    expect(moves).to_be_hidden()
+    page.get_by_label("Speed").select_option("1000")
+    expect(moves).to_be_visible(timeout=PATIENCE_MS)
+
+
 def test_a_forged_score_of_a_link_gives_way_to_what_its_run_scores(visit: Visit) -> None:
     first = visit().open("race?task=3&seed=8")
     score = race_to_the_end(first)
@@ -867,7 +881,7 @@ def test_a_link_that_holds_no_run_says_so(visit: Visit) -> None:
 
 def test_the_page_says_which_tasks_are_static(visit: Visit) -> None:
     page = visit().open("race?task=2&seed=3")
-    expect(page.locator(".about")).to_contain_text("Static: a well-tuned constant setting scores as much")
+    expect(page.locator(".about")).to_contain_text("Here one good setting is enough for the whole race.")
     tasks = page.locator("#panel-race").get_by_label("Task")
     adaptive, static = (tasks.locator("optgroup").nth(i).locator("option").all_text_contents() for i in range(2))
     assert {"Bursty ShareGPT", "Azure Code (recorded)", "Static Uniform (warm-up)"} <= {

@@ -82,7 +82,7 @@ class Race {
   }
 
   buildControls() {
-    const gloss = (description) => description.match(/^.*?(?=[.,:](\s|$))/)[0].replace(/^./, (letter) => letter.toLowerCase());
+    const gloss = (description) => description.match(/^.*?(?=[.:](\s|$))/)[0].replace(/^./, (letter) => letter.toLowerCase());
     const named = (tasks) => tasks.map(({ id, name, description, difficulty, recorded }) => [id, `${name}${difficulty === "easy" ? " (warm-up)" : recorded ? " (recorded)" : ""}: ${gloss(description)}`]);
     const described = [["Where adapting pays", named(this.tasks.filter((task) => !task.static))], ["Static: one good setting is enough", named(this.tasks.filter((task) => task.static))]].filter(([, tasks]) => tasks.length);
     this.taskSelect = select(described, this.first.id, () => this.choose());
@@ -341,7 +341,7 @@ class Race {
     const { task, target: { called, episode: { score } }, defaults } = this, { floods: known, max_replicas: most } = task;
     const traffic = this.seed === today() ? "today's traffic" : "this seed", { unmoved } = this;
     const whose = this.shared ? this.challenge(unmoved) : this.isUntouched && unmoved ? `Touch nothing and you score ${shownScore(score)} on ${traffic}${defaults.vllm ? ": your sliders are at the defaults of vLLM, an LLM server" : ""}.` : `That is the score of ${called} on ${traffic}.`;
-    const kind = task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much." : task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt." : "";
+    const kind = task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much." : task.static ? "Here one good setting is enough for the whole race." : "";
     const comes = known ? `At second ${known.first_at_s}, a surge brings ${surgeOf(task)}.` : most ? "Late requests can cost the whole score; replicas cost too. Hints are small moves that add up." : floods(this.phases).length ? "Surges come unannounced." : "";
     return [whose, kind, comes, this.complete && this.isConstant && this.constantly()].filter(Boolean).join(" ");
   }
