@@ -162,10 +162,10 @@ def markdown(found: dict[str, Any]) -> str:
         "<!-- written by benchmarks/fidelity/hardware.py; do not edit -->",
         "Each cell: median / 90th percentile of the absolute relative error, the bias (mean error), and the number of "
         "points. Steps of 0.25 s.",
-        "**Served loads (AccelMark, Llama-3-8B), rows that nothing was fitted to, by load**",
+        "**Served loads (AccelMark, Llama-3-8B), held-out rows by load**",
         _table(_named(found["accelmark_by_band"], SERVED_LOADS), ("card", "load")),
         _goals(found["accelmark_by_card"], GOALS | TTFT_GOALS),
-        "**Closed loops on other cards (`silicon_sample.csv`), nothing fitted but the bits of the KV cache, by load**",
+        "**Closed loops on other cards (`silicon_sample.csv`), by load; only the bits of the KV cache are fitted**",
         _table(_named(found["silicon_by_band"], CLOSED_LOOPS), ("card", "load")),
         "Medians of the rows of vLLM, whose kernels the shipped tables have:",
         _goals(found["silicon_vllm_by_card"], GOALS),

@@ -168,7 +168,7 @@ def report(results: dict[str, Any]) -> str:
         "",
         "<!-- details -->",
         "",
-        "All agents, with 95% intervals over the held-out seeds. Each PPO row is one training run, the one that the",
+        "All policies, with 95% intervals over the held-out seeds. Each PPO row is one training run, the one that the",
         "validation seeds chose. Those from scratch on tasks 1 to 3 are the shipped policies; on tasks that scale they",
         "are second runs, and the shipped policies are in `docs/autoscaling.md`; `autoscale-azure` has none.",
         "",

@@ -852,8 +852,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "<!-- written by benchmarks/live/drafts.py; do not edit -->",
         "",
         f"vLLM {result['engine']}, {repeats} draws of each workload. Latency per token is a geometric mean over all "
-        "requests; differences are from the fastest constant of these very runs, which favours it, with 95% intervals "
-        "over the draws. The yardstick, "
+        "requests; differences are from the fastest constant, chosen on these runs, which favours it, with 95% "
+        "intervals over the draws. The yardstick, "
         f"four requests without drafts, took {min(yards):.{digits - 1}f} to {max(yards):.{digits - 1}f} ms a token, "
         f"{float(np.median(yards)):.{digits - 1}f} at the median. InferenceGym's `heuristic` is constant "
         f"{result['heuristic_drafts']} here: it plans for full batches and does not see the acceptance.",

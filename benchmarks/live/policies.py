@@ -294,7 +294,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"{result['floor_tps']:.0f} tokens/s one request at a time, {result['peak_tps']:.0f} in batches. "
         f"Task {result['task']} scaled to {result['arrival_rate_rps']:.2f} requests/s outside its surges, "
         f"{result['repeats']} episodes of {result['seconds']} s for each policy, 95% intervals over them; the best "
-        "constant is that of these very episodes, which favours it; knobs: "
+        "constant was chosen on these episodes, which favours it; knobs: "
         f"{', '.join(result['knobs'])}; {result['steps']} training steps."
         + (f" Tokens that an iteration writes for a sequence, by draft length: {drafted}." if drafted else ""),
         "",

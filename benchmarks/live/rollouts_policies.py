@@ -205,13 +205,13 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The document's part: each controller compared with the best constant, paired by workload."""
     found = by_controller(result["runs"])
     constants = [name for name in found if name.startswith("constant")]
-    # The best constant of these very runs, which favours it.
+    # The best constant, chosen on these runs, which favours it.
     best = min(constants, key=lambda name: float(np.log(found[name]["seconds"]).mean()))
     lines = [
         "<!-- written by benchmarks/live/rollouts_policies.py; do not edit -->",
         "",
-        f"vLLM {result['engine']}, {result['workloads']} workloads drawn anew; PPO learned from {result['steps']:,} "
-        f"steps. Differences are from {best}, the best constant of these very runs, which favours it, with 95% "
+        f"vLLM {result['engine']}, {result['workloads']} new workloads; PPO learned from {result['steps']:,} "
+        f"steps. Differences are from {best}, the best constant, chosen on these runs, which favours it, with 95% "
         "intervals over the workloads.",
         "",
     ]
