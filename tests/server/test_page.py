@@ -679,7 +679,7 @@ def test_advice_after_a_race_gains_what_it_says_if_it_is_followed(visit: Visit) 
     score = race_to_the_end(page)
     result = page.locator(".result")
     expect(result).to_contain_text("Precision at INT8, the others as now", timeout=PATIENCE_MS)
-    advice = re.search(r"Precision at INT8, the others as now: (0\.\d{3})\.", result.inner_text())
+    advice = re.search(r"Precision at INT8, the others as now \(score (0\.\d{3})\)\.", result.inner_text())
     assert advice
     page.get_by_label("Precision").press("ArrowRight")
     page.get_by_role("button", name="Play again").click()

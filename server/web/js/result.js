@@ -67,7 +67,7 @@ async function advise(race, { score }, box) {
   if (!box.isConnected) return; // another race has begun
   race.advised = found;
   if (found) {
-    fill(box, el("strong", { text: "Next time, from the start: " }), `${found.text}${found.name ? ", the others as now" : ""}: ${shownScore(found.score)}. `,
+    fill(box, el("strong", { text: "Next time, from the start: " }), `${found.text}${found.name ? ", the others as now" : ""} (score ${shownScore(found.score)}). `,
       el("button", { type: "button", text: "Try this", on: { click: () => race.tryAgain(found.setting) } }));
     return;
   }
