@@ -953,6 +953,10 @@ def test_a_forged_log_is_shown_where_it_breaks(visit: Visit) -> None:
     page.get_by_role("button", name="A forged log").click()
     expect(page.locator("#panel-verify h2.bad")).to_have_text("Forged: first difference at second 101")
     expect(page.locator("#panel-verify mark")).to_have_count(1)
+    said = re.compile(
+        r"^metrics\.tokens_per_sec is 6144 in the log\. Replaying its actions gives 5119\.88\. All numbers"
+    )
+    expect(page.locator("#panel-verify p", has_text=said)).to_have_count(1)
     expect(page.locator("#panel-verify figure.chart")).to_have_count(3)
     page.locator("#panel-verify textarea").fill('{"task_id": 3, "seed": 1, "episode_log": [{"timestep": 1}]}')
     page.get_by_role("button", name="Replay and grade").click()
@@ -1441,6 +1445,10 @@ def test_fidelity_shows_errors_and_what_each_cell_of_the_table_rests_on(visit: V
     page = visit().open("fidelity")
     expect(page.locator("#panel-fidelity figure.chart canvas")).to_have_count(2)
     expect(page.locator("#panel-fidelity")).to_contain_text("vLLM, held out")
+    short = re.compile(
+        r"the median error is \d+ to \d+ % for the time per token .* a single TTFT was off by up to \d+ %\.$"
+    )
+    expect(page.locator("#panel-fidelity .verdict")).to_have_text(short)
     fp16 = page.locator("#panel-fidelity .heat .level0").count()
     page.get_by_label("Precision").select_option("INT4")
     page.locator("#panel-fidelity").get_by_label("Speculation").select_option("8 draft tokens")

@@ -9,19 +9,31 @@ export async function start(panel) {
   const data = await own("data/fidelity.json");
   fill(panel,
     el("h2", { text: "How far is the simulated fleet from a real one?" }),
-    el("p", { text: `Model ${data.model} on A100 GPUs. Each point is one published measurement; on the diagonal the prediction is exact. Hollow points (calibration) were used to fit the simulator; filled ones were held out: only they are predictions.` }));
+    el("p", { class: "verdict", text: inShort(data.served_errors) }),
+    el("p", { text: `All of ${data.model} on A100 GPUs. Each point is one published measurement; on the diagonal the prediction is exact. Hollow points (calibration) were used to fit the simulator; filled ones were held out: only they are predictions.` }));
   const batches = batchScatter(data.batches), served = servedScatter(data.served);
   panel.append(
     el("div", { class: "charts wide" }, batches.figure, served.figure),
-    table("Static batches: error of the time to finish", ["Runs", "Predicted by", "Rows", "Median", "90th percentile", "Worst", "Bias"],
+    table("Static batches: error of the time to finish", ["Runs", "Predicted by", "Measurements", "Median", "90th percentile", "Worst", "Mean, with sign"],
       data.batch_errors.map((e) => [e.group, e.predicted_by === "committed table" ? "lookup table" : e.predicted_by, e.rows, percent(e.median, 1), percent(e.p90, 1), percent(e.worst, 1), signed(e.bias)])),
-    el("p", { class: "note", text: `Step model: formulas for the time of one step of an engine. Lookup table: what episodes read, computed with them for ${data.hardware}. Fits the cache: only runs whose whole batch fits into the KV cache.` }),
+    el("p", { class: "note", text: `Step model: formulas for the time of one step of an engine. Lookup table: what episodes read, computed with them for ${data.hardware}. Fits the cache: only runs whose whole batch fits into the KV cache. A negative mean: the prediction is too fast.` }),
     servedTable(data.served_errors),
     el("p", { class: "note", text: "TTFT: time to first token; TPOT: time per output token; p50, p90, p99: percentiles; burst: while the arrival rate peaks, pre-burst: before that. Eager: these runs did not use CUDA graphs, which the model assumes, so its predictions for them are too fast. Output lengths were not published; they are inferred." }),
     coverage(data.coverage));
   batches.fit();
   served.fit();
   return {};
+}
+
+/** The errors of held-out BF16 runs in a sentence. */
+function inShort(errors) {
+  const held = errors.filter(({ group }) => group.endsWith("BF16, held out"));
+  const between = (name) => {
+    const [least, most] = [Math.min, Math.max].map((end) => percent(end(...held.filter(({ metric }) => metric === name).map(({ median }) => median))));
+    return least === most ? least : `${least.replace(" %", "")} to ${most}`;
+  };
+  const worst = percent(Math.max(...held.filter(({ metric }) => metric.startsWith("TTFT")).map((error) => error.worst)));
+  return `In short: on held-out runs of vLLM in BF16 the median error is ${between("TPOT p50")} for the time per token (TPOT p50), ${between("TTFT p50")} for TTFT p50 and ${between("TTFT p99")} for TTFT p99; a single TTFT was off by up to ${worst}.`;
 }
 
 const signed = (share) => `${share > 0 ? "+" : ""}${percent(share, 1)}`;

@@ -20,6 +20,12 @@ export async function start(panel) {
   return tab;
 }
 
+/** A value as text, a number to six digits. */
+const brief = (value) => (/^-?[\d.]+(e[+-]?\d+)?$/i.test(value) ? String(Number(Number(value).toPrecision(6))) : String(value));
+
+/** Two values as text, in brief unless that makes them equal. */
+const apart = (one, other) => (brief(one) === brief(other) ? [one, other] : [brief(one), brief(other)]);
+
 class Verify {
   constructor(serving, traffic, limitBytes) {
     this.family = new Map([...serving.map(({ id }) => [String(id), "serving"]), ...traffic.map(({ id }) => [String(id), "traffic"])]);
@@ -38,8 +44,8 @@ class Verify {
     const example = (text, forge) => el("button", { type: "button", text, on: { click: () => this.example(forge) } });
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
-      el("h2", { text: "Verify an episode log by replay" }),
-      el("p", { text: "Task, seed, settings and actions determine every number of an episode. The server replays the log's actions and compares all numbers; a log with a changed number is refused, and you see the first difference." }),
+      el("h2", { text: "Was a score really played? Verify an episode log by replay" }),
+      el("p", { text: "Task, seed, settings and actions determine every number of an episode. The server plays the log's actions again and compares all numbers. It refuses a log with a changed number, and you see the first difference." }),
       el("div", { class: "columns" },
         el("div", {}, this.box.node,
           el("div", { class: "controls" }, field("Task", this.task), field("Seed", this.seed), this.button),
@@ -135,16 +141,15 @@ class Verify {
       this.tell(el("h2", { class: "bad", text: "Refused" }), problem(error));
       return;
     }
-    const [, at, name, claimed, replayed] = found, step = Number(at);
+    const [, at, name] = found, step = Number(at), [claimed, replayed] = apart(found[3], found[4]);
     const value = (entry) => name.split(".").reduce((inner, key) => inner?.[key], entry);
     const rows = log.slice(Math.max(0, step - 2), step + 3).map((entry, i) => {
       const index = Math.max(0, step - 2) + i;
-      const shown = String(value(entry));
-      return [index + 1, index === step ? el("mark", { text: shown }) : shown, index === step ? replayed : index < step ? "the same" : "not compared"];
+      return [index + 1, index === step ? el("mark", { text: claimed }) : brief(value(entry)), index === step ? replayed : index < step ? "the same" : "not compared"];
     });
     this.tell(
       el("h2", { class: "bad", text: `Forged: first difference at second ${step + 1}` }),
-      el("p", { text: `${name} is ${claimed} in the log. Replaying its actions gives ${replayed}.` }),
+      el("p", { text: `${name} is ${claimed} in the log. Replaying its actions gives ${replayed}. All numbers before this one agree.` }),
       table("Seconds around the first difference", ["Second", `${name} in the log`, "replayed"], rows));
     this.drawLog(log, family, { x: step + 1, label: "differs here" });
     announce(`Forged: first difference at second ${step + 1}`);
