@@ -115,7 +115,7 @@ POLICIES: Final[Mapping[str, str]] = {
     "aimd": "One more session while prefixes are found in the cache, a cut where they are not (CONCUR).",
     "kv_target": "Grows until the engine's KV usage is near its target (prime-rl, first controller).",
     "budget": "Lets in what fits at the length to which sessions grow (prime-rl, later controllers).",
-    "fit": "Keeps the conversations in flight below a share of the KV pool.",
+    "fit": "Keeps the conversations in flight below a share of the KV cache.",
 }
 """Policies that a server offers, by name, each with a description."""
 

@@ -18,7 +18,8 @@ const LINES = {
   aimd: { label: "AIMD", colour: "vllm" },
   kv_target: { label: "KV target", colour: "search" },
   constant: { label: "Constant cap of 16", called: "a constant cap of 16", colour: "static", dash: [3, 3] },
-  fit: { label: "Cache-fitting cap", called: "the cache-fitting cap" },
+  fit: { label: "Cache-fitting cap", called: "the cache-fitting cap", colour: "heuristic" },
+  no_cap: { called: "no cap", colour: "naive", dash: [1, 3] },
   budget: { colour: "climb" },
   planner: { called: "the capacity planner", colour: "planner", dash: [2, 3] },
 };
@@ -39,7 +40,7 @@ export function player({ name, description = "" }) {
 export const SKIPPING = 1000; // times the clock: as fast as possible
 export const FOLLOWED = 25; // times the clock: faster runs are not watched
 export const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [FOLLOWED, "25×"], [SKIPPING, "as fast as possible"]];
-const RUN_S = 45; // a run lasts at most so long at its preset speed
+const RUN_S = 45; // a run lasts at most so long at its preset speed, or is played at the fastest that is followed
 
 /** The speed with which a run of so many seconds begins. */
-export const presetSpeed = (seconds) => SPEEDS.slice(1).find(([times]) => seconds / times <= RUN_S)[0];
+export const presetSpeed = (seconds) => SPEEDS.slice(1).find(([times]) => seconds / times <= RUN_S || times === FOLLOWED)[0];
