@@ -9,7 +9,7 @@ import { keep, takeKept } from "./kept.js";
 import { FOLLOWED, SHARED, SKIPPING, SPEEDS, YOU, player, presetSpeed } from "./players.js";
 import { placeOf, scoreBoard } from "./score.js";
 import { MAX_SEED, isSeed, seedOf } from "./seeds.js";
-import { FULL, computedPerToken, curves, fitting, hitRate, misfits, packCaps, unpackCaps, why } from "./sessions.js";
+import { FULL, ROOM, computedPerToken, curves, fitting, hitRate, misfits, packCaps, unpackCaps, why } from "./sessions.js";
 
 const FIRST = "constant"; // whom to beat first, and whose cap the visitor starts with
 const SHOWN = "fit"; // the policy in the charts besides the one to beat
@@ -46,7 +46,7 @@ class Rollouts {
     this.phase = "idle"; // idle, running, paused, over
     this.buildControls();
     this.buildDuel();
-    [this.readings, this.legend, this.board] = [el("dl", { class: "readings" }), el("div", { class: "legend" }), el("div", { class: "charts" })];
+    [this.readings, this.legend, this.board] = [el("dl", { class: "readings" }), el("div", { class: "legend buttons" }), el("div", { class: "charts" })];
     this.places = el("section", { class: "places", "aria-label": "All scores" });
     this.who = el("details", { hidden: true }); // until the policies are there
     this.node = el("div", { class: "race" },
@@ -126,7 +126,8 @@ class Rollouts {
     const isNew = task !== this.task || this.seedInput.value !== this.seed || (shared && shared !== this.shared);
     if (task !== this.task) [this.aim, this.ownSpeed] = [kept?.aim, null];
     [this.task, this.shared] = [task, shared];
-    if (!shared && !kept) this.write({ task: task_id, seed: this.seedInput.value });
+    if (shared) this.at = location.hash;
+    else if (!kept) this.write({ task: task_id, seed: this.seedInput.value });
     this.target = undefined; // until its episode is there
     this.setPhase("idle");
     this.story.textContent = task.description;
@@ -270,7 +271,7 @@ class Rollouts {
       this.rows[i].bar.value = value ?? 0;
     });
     [this.about.hidden, this.coachBox.hidden] = [on, !on];
-    const best = this.best && this.built ? ` The best policy here, ${this.best.called}, scores ${shownScore(this.best.score)}: ${this.best.title.replace(/^(?!PPO)./, (letter) => letter.toLowerCase())}` : "";
+    const best = this.best && this.built ? ` The best policy here, ${this.best.called} (${this.best.title.replace(/\.$/, "").replace(/^./, (letter) => letter.toLowerCase())}), scores ${shownScore(this.best.score)}.` : "";
     this.parts.textContent = on ? "" : `A score of 1 is as fast as with an unlimited KV cache.${best}`;
     if (!on) {
       this.lead.textContent = this.startsAs;
@@ -289,13 +290,13 @@ class Rollouts {
 
   /** What to do with the cap, and what the server has found it to score. */
   hint(full) {
-    const { forecast, cap, hinted } = this, fits = fitting(this.mine.columns), known = forecast?.cap === cap ? forecast.score : undefined;
+    const { forecast, cap, hinted, mine: { columns } } = this, fits = fitting(columns), idle = columns.context_share.at(-1) < ROOM && columns.sessions_waiting.at(-1) > 0, known = forecast?.cap === cap ? forecast.score : undefined;
     const down = full && fits < cap, to = hinted && known !== undefined ? hinted.cap : down ? fits : undefined;
     this.knob.classList.toggle("hinted", to !== undefined);
     const keeping = known === undefined ? "" : `With the cap at ${cap} to the end you finish with ${shownScore(known)}`;
     if (hinted && known !== undefined) return `${to < cap ? "Lower" : "Raise"} the cap to ${to}: kept to the end, you finish with ${shownScore(hinted.score)}; at ${cap}, with ${shownScore(known)}.`;
     if (down) return `Lower the cap to about ${fits}. ${keeping && `${keeping}.`}`;
-    return keeping && `${keeping}. ${this.isSmall ? "No single move gains more now." : ""}`;
+    return keeping && `${keeping}. ${idle ? "Much of the KV cache is empty while sessions wait: try more for now, and fewer once the conversations have grown." : ""}`;
   }
 
   // ---------------------------------------------------------------- playing
@@ -430,8 +431,7 @@ class Rollouts {
     const [stay, ...moved] = scores, most = Math.max(...moved);
     if (cap === this.cap) {
       this.forecast = { cap, score: stay };
-      this.isSmall = most <= stay + GAIN;
-      this.hinted = this.isSmall ? null : { cap: moves[moved.indexOf(most)], score: most };
+      this.hinted = most <= stay + GAIN ? null : { cap: moves[moved.indexOf(most)], score: most };
     } else this.waiting = setTimeout(() => this.seek(), MOVED_MS);
     if (this.phase !== "over") this.draw();
     if (this.lesson) announce(`${this.state.textContent} ${this.advice.textContent}`);

@@ -3,7 +3,7 @@
 import { mean, percent, score as shownScore, sum } from "./format.js";
 
 export const FULL = 1; // share of the KV cache: above it, conversations evict each other
-const ROOM = 0.5; // share of the KV cache: below it, much of it is idle
+export const ROOM = 0.5; // share of the KV cache: below it, much of it is idle
 const WINDOW_S = 30; // of the hit rate
 const TOLD = 0.1; // of the seconds of a run
 const ASIDE = 1.1; // times the tokens of another run: less is not told
