@@ -16,6 +16,7 @@ const SHOWN = "fit"; // the policy in the charts besides the one to beat
 const ORACLE = "oracle_constant"; // plays each episode many times, and a visitor would wait for it
 const AFTER = "fit"; // the policy of POST /play, for which no second is left
 const HINTS = 20; // times in a run that the server is asked what a cap would score
+const SPOKEN = 5; // of them, after which a screen reader is told how the run stands
 const MOVED_MS = 250; // after the last move of the slider, the server is asked
 const SETTLED_S = 10; // of a run, before hints
 const MOVES = [0.8, 1.25]; // times the cap: what a hint tries
@@ -375,6 +376,7 @@ class Rollouts {
           this.draw();
           drawn = performance.now();
         }
+        if (played % (SPOKEN * every) === 0) announce(`Second ${played}. ${this.state.textContent} ${this.lead.textContent}`);
         this.teach();
         due = Math.max(due + 1000 / this.speed, performance.now());
         const wait = due - performance.now();
