@@ -282,7 +282,7 @@ class Rollouts {
     const { sessions_finished: finished, context_share: shares } = mine.columns, theirs = target.columns.sessions_finished[Math.min(played, target.columns.sessions_finished.length) - 1] ?? 0;
     const full = played >= SETTLED_S && shares.at(-1) > FULL, by = Math.abs(you - (other ?? target.score));
     this.lead.textContent = !played ? "" : by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > (other ?? target.score) ? "ahead" : "behind"}.`;
-    this.parts.textContent = `Sessions finished: you ${finished.at(-1) ?? 0}, ${target.called} ${theirs}. The score so far is your speed until now; when all sessions are over, it is the score.`;
+    this.parts.textContent = `Sessions finished: ${finished.at(-1) ?? 0} by you, ${theirs} by ${target.called}. The score so far is your speed until now; when all sessions are over, it is the score.`;
     const filled = `The conversations fill ${percent(shares.at(-1) ?? 0)} of the KV cache`;
     this.state.className = `state ${full ? "soon" : ""}`;
     this.state.textContent = `${this.lesson ? "Paused. " : ""}${filled}${full ? " and evict each other" : ""}.`;
