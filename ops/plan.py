@@ -296,7 +296,10 @@ def make_plan(
 
     searches = [] if too_few(len(whole.arrival_s)) else side_by_side(card_of, tables)
     if searches and windows_met is None:
-        _check_possible(objectives, [*chain(*side_by_side(lambda card: card.alone(log), searches))])
+        alone = side_by_side(lambda card: card.alone(log), searches)
+        _check_possible(objectives, [*chain(*alone)])
+        for card, plans in zip(searches, alone, strict=True):
+            card.too_slow = bool(_missed(objectives, plans))
     side_by_side(search, searches)
     found = sorted((c for c in searches if c.best is not None), key=lambda card: card.price(card.best))
     for card in found:
@@ -427,23 +430,25 @@ def one_at_a_time(log: RequestLog, spacing_s: float) -> RequestLog:
     return RequestLog(np.arange(ALONE) * np.float64(spacing_s), prompts, outputs, np.zeros(ALONE, dtype=np.int64))
 
 
+def _least_ms(plan: Plan, objective: Objective) -> float:
+    """Its latency times the error of measured runs in the band of load where that is smallest."""
+    errors = (ratio(objective.quantity, plan.card, band).p50 for band in LOADS)
+    return plan.figures[objective.figure] * min(errors)
+
+
+def _missed(objectives: Sequence[Objective], alone: Sequence[Plan]) -> list[tuple[Objective, Plan]]:
+    """Objectives that are missed even by requests that are ``alone`` on a replica, with the fastest of these plans."""
+    fastest = [(o, min(alone, key=partial(_least_ms, objective=o))) for o in objectives] if alone else []
+    return [(o, plan) for o, plan in fastest if _least_ms(plan, o) > o.limit_ms]
+
+
 def _check_possible(objectives: Sequence[Objective], alone: Sequence[Plan]) -> None:
-    """Refuse objectives that are missed even by requests that are ``alone`` on a replica of any card.
-
-    The error of measured runs is that of the band of load where it is smallest.
-    """
-
-    def least_ms(plan: Plan, o: Objective) -> float:
-        return plan.figures[o.figure] * min(ratio(o.quantity, plan.card, band).p50 for band in LOADS)
-
-    wrong = []
-    for o in objectives if alone else ():
-        best = min(alone, key=partial(least_ms, o=o))
-        if (least := least_ms(best, o)) > o.limit_ms:
-            wrong.append(
-                f"{o.label} <= {o.limit_ms:g} ms is impossible: with one request at a time it is already "
-                f"{least:,.1f} ms on the fastest card here ({best.card}, {best.precision})"
-            )
+    """Refuse objectives that no card here can meet, with the least latency that is possible."""
+    wrong = [
+        f"{o.label} <= {o.limit_ms:g} ms is impossible: with one request at a time it is already "
+        f"{_least_ms(plan, o):,.1f} ms on the fastest card here ({plan.card}, {plan.precision})"
+        for o, plan in _missed(objectives, alone)
+    ]
     if wrong:
         raise InvalidConfigError(f"{'; '.join(wrong)}. Choose a longer limit, or other hardware", "objective")
 
@@ -507,6 +512,7 @@ class _Card:
         self._fit_share = len(fit.arrival_s) / len(searched.log.arrival_s)
         self._known: dict[int, list[Plan]] = {}
         self._on_all: dict[int, Plan] = {}
+        self.too_slow = False  # even with one request at a time: more GPUs do not help
         self._safer: list[Plan] = []
         self.best: Plan | None = None
         self.certain: Plan | None = None
@@ -540,7 +546,8 @@ class _Card:
             progress(min(0.95, steps / 10))
             return self._best(units)
 
-        least = smallest_fleet(best_on, guess, self._most, self._required, self._replicas_min)
+        most = max(guess, self._replicas_min) if self.too_slow else self._most
+        least = smallest_fleet(best_on, guess, most, self._required, self._replicas_min)
         if least is None:
             if not self._all_searched:  # The whole log is calmer than its busiest part.
                 tried = max(self._known)

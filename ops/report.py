@@ -246,7 +246,7 @@ def _fleet(report: PlanReport, plan: Plan) -> str:
     card = plan.card.removesuffix("_sxm").removesuffix("_server")
     parts = f", replicas: {_replicas(plan)}" if plan.prefill_replicas or plan.tensor_parallel > 1 else ""
     setting = f"{_setting_text(plan.action, plan.precision)}, {_cache_text(plan.action, plan.kv_cache_fp8)}"
-    cost = f" at {report.currency} {plain(plan.cost_per_hour)}/h" if report.currency else ""
+    cost = "" if plan.cost_per_hour is None else f" at {report.currency} {plan.cost_per_hour:,.2f}/h"
     return f"{plan.n_gpus} x {card}{cost} ({setting}{parts})"
 
 

@@ -220,7 +220,9 @@ def shadow(
     if outcomes[1].slo_miss_share > too_long + 1 - enough:
         least = n_gpus // tables.cards_per_replica + 1
         found = _fewest_replicas(screened, tables, least, drafts, enough) if more_help else None
-        more = "nor would more" if found is None else f"about {found * tables.cards_per_replica} would do"
+        more = (
+            "more GPUs would not help" if found is None else f"about {found * tables.cards_per_replica} GPUs would do"
+        )
         which = " that are not refused" if too_long else ""
         within = f"within {as_task.slo_target_ms:g} ms on {n_gpus} x {hardware}"
         short = f"No constant setting serves {enough:.0%} of the requests{which} {within}: {more}"

@@ -390,6 +390,8 @@ def test_hardware_on_which_nothing_is_fast_enough_is_named() -> None:
     found = make_plan(flood(20), [parse_objective("tpot_p50=3")], tables, policies=[])
     assert [(plan.hardware, plan.meets) for plan in found.unmet] == [("a100-40gb", False)]
     assert [plan.hardware for plan in found.plans] == ["b200-llama-3.1-8b"]
+    # Even a lone request is too slow there: no larger fleet is played.
+    assert len({plan.n_gpus for plan in found.tried if plan.hardware == "a100-40gb"}) == 1
     assert any("a100-40gb" in note and "meets the objectives" in note for note in notes(found))
 
 

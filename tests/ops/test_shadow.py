@@ -61,12 +61,12 @@ def test_a_fleet_sized_to_a_log_serves_it_in_time_and_a_smaller_one_says_how_man
     assert sized.short == ""
     small = shadow(log, [], n_gpus=1)
     assert small.outcomes[1].slo_miss_share > 0.01
-    assert small.short.endswith(f"within 500 ms on 1 x a100-40gb: about {sized.n_gpus} would do")
+    assert small.short.endswith(f"within 500 ms on 1 x a100-40gb: about {sized.n_gpus} GPUs would do")
 
 
 def test_an_objective_that_no_number_of_gpus_meets_is_said_to_be_one() -> None:
     report = shadow(flood(), [], objectives=[Objective("ttft", "p99", 1.0)])
-    assert report.short.endswith("nor would more")
+    assert report.short.endswith("more GPUs would not help")
 
 
 def test_the_percentile_of_ttft_sizes_the_fleet_and_other_objectives_are_checked() -> None:

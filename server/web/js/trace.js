@@ -101,6 +101,11 @@ class Trace {
     fill(this.out, ...nodes);
   }
 
+  /** A sentence of the server in the words of the page. */
+  words(text) {
+    return inTheForm(this.named(text)).replace(/(\d) x /g, "$1 × ");
+  }
+
   /** The request that the form makes. Throws an error in the words of the form. */
   request() {
     this.box.requireLog();
@@ -144,7 +149,7 @@ class Trace {
   report(report, tiers, model, own) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
     if (own !== players[0].label) Object.assign(players[0], player({ name: "vllm_defaults" }), { key: "fixed" });
-    const [said, ...more] = report.answer.map((text) => inTheForm(this.named(text))), { log } = report;
+    const [said, ...more] = report.answer.map((text) => this.words(text)), { log } = report;
     const mine = players[0].outcome.action.quant_tier, others = ({ timeline }) => [...new Set(timeline.quant_tier)].filter((tier) => tier !== mine).map((tier) => tiers[tier]);
     const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
     const row = (each) => el("span", {}, chip(each), others(each.outcome).length ? el("small", { text: `in ${others(each.outcome).join(", ")}, not your ${tiers[mine]}` }) : null);
@@ -157,7 +162,7 @@ class Trace {
     this.out.append(...[
       el("h2", { class: "verdict", text: said }),
       ...more.map((text) => el("p", { text })),
-      ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${this.named(text)}.` })),
+      ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${this.words(text)}.` })),
       results,
       el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy${costs.size === 1 ? `, which is ${[...costs][0]} GPU-seconds per 1,000 tokens` : ""}. Requests without an answer count as late; TTFT and TPOT are those of the others. ${players.some(({ outcome }) => others(outcome).length) ? `A precision other than ${tiers[mine]} changes the model's answers, which is not measured here. ` : ""}Simulated: the Fidelity tab shows the errors.` }),
       this.settings(report, players),
