@@ -74,7 +74,7 @@ class Clock:
         self._settled = True
         known = column.dropna()
         first = known.iloc[0] if len(known) else 0
-        number = pd.to_numeric(pd.Series([first], dtype="object"), errors="coerce").iloc[0]
+        number = numbers_or_nan(known.iloc[:1])[0] if len(known) else 0.0
         if isinstance(first, str) and np.isnan(number) and (self._unit is None or _DATE.match(first.strip())):
             self._unit = None  # a date needs no unit
             self.form = "ISO 8601" if "/" not in first.partition(":")[0] else "time of a web server's log"
