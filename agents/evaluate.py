@@ -1,7 +1,7 @@
 """Scores of agents on held-out traffic: means, confidence intervals, paired differences, regret.
 
 Every agent runs on the same seeds, so differences between agents are paired: the luck of the load cancels. Intervals
-are 95 % Student t intervals of the mean over seeds.
+are 95% Student t intervals of the mean over seeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Decide = Callable[[NDArray[np.float32]], NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and its 95 % confidence interval (Student t over seeds)."""
+    """A mean and its 95% confidence interval (Student t over seeds)."""
 
     mean: float
     low: float
@@ -49,7 +49,7 @@ class Interval:
 
 
 def interval(values: FloatArray | Sequence[float]) -> Interval:
-    """Mean and 95 % t interval of independent values (n,); :class:`InvalidConfigError` for fewer than two."""
+    """Mean and 95% t interval of independent values (n,); :class:`InvalidConfigError` for fewer than two."""
     from scipy.stats import t
 
     values = np.asarray(values, dtype=np.float64)
@@ -61,7 +61,7 @@ def interval(values: FloatArray | Sequence[float]) -> Interval:
 
 
 def paired(a: FloatArray | Sequence[float], b: FloatArray | Sequence[float]) -> Interval:
-    """Mean of ``a - b`` and its 95 % interval; both are of the same seeds."""
+    """Mean of ``a - b`` and its 95% interval; both are of the same seeds."""
     return interval(np.subtract(a, b))
 
 
@@ -181,7 +181,7 @@ def compare(
     return {
         "task": task.task_id,
         "seeds": [int(s) for s in seeds],
-        "interval": "95 % Student t over seeds; differences are paired by seed",
+        "interval": "95% Student t over seeds; differences are paired by seed",
         "best_known": {"agent": best.agent, **interval(best.scores).to_dict()},
         "agents": entries,
     }

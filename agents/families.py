@@ -119,7 +119,7 @@ def serving_baseline() -> Mapping[str, Any]:
 
 
 def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Policies of any family on the same seeds, episode by episode: means with 95 % intervals.
+    """Policies of any family on the same seeds, episode by episode: means with 95% intervals.
 
     Raises :class:`InvalidConfigError` for a policy that the family does not have.
     """
@@ -136,7 +136,7 @@ def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seed
     return {
         "task": task_id,
         "seeds": [int(seed) for seed in seeds],
-        "interval": "95 % Student t over seeds",
+        "interval": "95% Student t over seeds",
         "agents": agents,
     }
 

@@ -701,7 +701,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = train(make_envs, options.out, steps=options.steps, settings=settings, label=f"task {task.task_id}")
     own = f"ppo:{trained.out / 'policy.npz'}"
     result = compare(task, [own, "naive", "vllm_defaults", "heuristic"], HELD_OUT_SEEDS)
-    print(f"task {task.task_id}, {len(HELD_OUT_SEEDS)} held-out seeds, mean score [95 % interval]")
+    print(f"task {task.task_id}, {len(HELD_OUT_SEEDS)} held-out seeds, mean score [95% interval]")
     for entry in sorted(result["agents"], key=lambda each: -float(each["score"]["mean"])):
         print(f"{bracketed_score(entry['score'])}  {entry['agent']}")
 

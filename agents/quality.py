@@ -117,7 +117,7 @@ def quality(task: TaskSpec, episodes: int = 10, generations: int = 20) -> dict[s
         "task": task.task_id,
         "seeds": [int(seed) for seed in seeds],
         "generations": generations,
-        "interval": "95 % Student t over seeds; differences are paired by seed",
+        "interval": "95% Student t over seeds; differences are paired by seed",
         "difficulty_separation": {
             "naive": played["naive"].to_dict(),
             "rules": best_rules.to_dict(),

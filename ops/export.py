@@ -10,7 +10,7 @@ knob                vLLM                                          SGLang
 ``prefill_disagg``  ``kv-transfer-config``                        ``disaggregation-mode``
 =================== ============================================= ==================================================
 
-The batch limit is the largest value in use for at least 1 % of the time; a controller may lower it. vLLM's share of
+The batch limit is the largest value in use for at least 1% of the time; a controller may lower it. vLLM's share of
 memory is everything that the replica takes (weights, activations, sequences, KV pool) over what the card reports;
 SGLang's is only weights and KV pool. vLLM chooses the number of draft tokens by running requests
 (``[[from, to, tokens], ...]``): the exported number is what the policy drafted there or, where it never ran, what is

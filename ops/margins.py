@@ -34,7 +34,7 @@ CARDS: Final = {
     "b200_sxm": "b200",
 }
 """Measured card of each card of a table."""
-WITH_90: Final = "meets with 90 %"
+WITH_90: Final = "meets with 90%"
 LIKELY: Final = "likely"
 NOT: Final = "not"
 

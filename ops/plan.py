@@ -114,7 +114,7 @@ class Plan:
     ``meets`` says whether margin, share of requests in time and number of replicas are sufficient and the fleet never
     ran out of memory. Where objectives are judged by window, ``windows_met`` is the share of the windows that hold, and
     ``margin`` the one that the required share of the windows keep; otherwise ``windows_met`` is None.
-    ``verdict`` is ``"likely"`` then, or ``"meets with 90 %"`` if figures times the 90 % bound are within the limits
+    ``verdict`` is ``"likely"`` then, or ``"meets with 90%"`` if figures times the 90% bound are within the limits
     too and there are :data:`ops.capacity.LEAST_REQUESTS`; otherwise ``"not"``. Requests longer than the KV pool, which
     an engine refuses, are not in time. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica
     has ``tensor_parallel`` GPUs, and so has each of ``prefill_replicas``, which only prefill (0: replicas prefill
@@ -165,7 +165,7 @@ class PlanReport:
     """Answer to "which GPUs, how many, which settings".
 
     ``plans`` has the smallest fleet of each hardware that likely meets the objectives, the cheapest first, ``certain``
-    the smallest that meets with 90 %, if one was found. ``tried`` are all fleets that the reference played; ``front``
+    the smallest that meets with 90%, if one was found. ``tried`` are all fleets that the reference played; ``front``
     is their :func:`pareto` front. ``growth`` says how the :attr:`recommended` fleet performs under more traffic, and
     how many GPUs its settings then need for the same verdict. ``adaptive`` has policies on as many GPUs as the first
     plan and on fewer. On the fewest GPUs that suffice for a policy, it serves the share ``adapting_gain`` more of the
@@ -205,7 +205,7 @@ class PlanReport:
 
     @property
     def recommended(self) -> Plan | None:
-        """The fleet to rent: the cheapest that meets with 90 %, else the first plan, else None."""
+        """The fleet to rent: the cheapest that meets with 90%, else the first plan, else None."""
         return next(iter([*self.certain, *self.plans]), None)
 
     @property
@@ -782,7 +782,7 @@ class _Card:
         return sorted(margins, reverse=True)[kept - 1], sum(held) / len(windows)
 
     def search_certain(self) -> None:
-        """Find the smallest fleet that meets with 90 %, from the best plan's to one of twice as many GPUs.
+        """Find the smallest fleet that meets with 90%, from the best plan's to one of twice as many GPUs.
 
         Played are the best plan's setting and the best ones of the other precisions.
         """

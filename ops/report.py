@@ -206,7 +206,7 @@ def _plan_cells(report: PlanReport, plan: Plan) -> dict[str, object]:
 
 
 def _for_90(report: PlanReport, plan: Plan) -> object:
-    """GPUs of the fleet on this hardware that meets with 90 %, and its precision if that is another one."""
+    """GPUs of the fleet on this hardware that meets with 90%, and its precision if that is another one."""
     found = next((each for each in report.certain if each.hardware == plan.hardware), None)
     if found is None or found.precision == plan.precision:
         return None if found is None else found.n_gpus
@@ -362,7 +362,7 @@ def details(report: PlanReport) -> list[str]:
     """How the plan was found, what was left out and why, and its terms."""
     found = [
         "Latencies are simulated, request by request, times the median of measured / simulated in benchmark runs. "
-        "likely: these meet the objectives; meets with 90 %: they do at the ratio that 90% of the runs stayed below. "
+        "likely: these meet the objectives; meets with 90%: they do at the ratio that 90% of the runs stayed below. "
         "margin: distance of the nearest latency from its limit, as a share of it.",
         "TTFT: time to first token. TPOT: time per output token after it. p99: 99% of the requests are faster. KV 0.9: "
         "share of the GPU memory beside the weights for the KV cache. Batch: most requests at a time on a replica.",

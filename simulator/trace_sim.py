@@ -27,7 +27,7 @@ OUTPUTS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "decode_ms", "
 class TraceSimulator:
     """Simulator of a saturated replica: ``batch_size`` requests always in flight at the workload's prompt length.
 
-    ``simulate`` adds 5 % seeded jitter to TTFT and TPOT; ``lookup`` is the bare table. Between grid points the
+    ``simulate`` adds 5% seeded jitter to TTFT and TPOT; ``lookup`` is the bare table. Between grid points the
     logarithm of the value is linear in (log2 batch, KV budget, log2 prompt); spec length and precision take the nearest
     grid point. Valid input never raises; running out of memory is reported as data (``oom``).
     """

@@ -32,7 +32,7 @@ _TOLERANCE: Final = 1e-6
 _ADMISSIONS_AT_ONCE: Final = 4_000
 """Recorded admissions whose TTFT values are in memory at a time: 285 values of each."""
 _BIN_SHIFT: Final = 42
-"""Bits that values of one bin do not share: a bin is 0.1 % wide."""
+"""Bits that values of one bin do not share: a bin is 0.1% wide."""
 # Quantiles between which the log-normal part of a TTFT is one value; they are denser towards the tail, for p99.
 _SPREAD_EDGES: Final = np.concatenate([np.linspace(0.0, 0.9, 13), [0.95, 0.975, 0.985, 0.99, 0.995, 0.998, 1.0]])
 

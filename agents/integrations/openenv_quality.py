@@ -230,7 +230,7 @@ def quality(
             "seeds": [*seeds],
             "candidates": len(pool),
             "most_steps": most_steps,
-            "interval": "95 % Student t over seeds; differences are paired by seed",
+            "interval": "95% Student t over seeds; differences are paired by seed",
             "levels": [level for level, _ in played],
             "level_over_next": [
                 {name: paired(one[name], other[name]).to_dict() for name in one}

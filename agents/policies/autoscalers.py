@@ -4,7 +4,7 @@ All of them keep five knobs as the capacity planner sets them (:class:`agents.po
 setting with the most capacity without GPUs for prefill alone) and move the sixth.
 
 - ``hpa``: the Horizontal Pod Autoscaler of Kubernetes: desired = ready * metric / target for two metrics, of which the
-  larger counts, a tolerance of 10 %, limits to growth, and the highest wish of the stabilisation window on the way down
+  larger counts, a tolerance of 10%, limits to growth, and the highest wish of the stabilisation window on the way down
   (https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/).
 - ``kpa``: Knative's autoscaler: concurrency over a stable window, and over a tenth of it in a panic, in which the fleet
   never shrinks (https://knative.dev/docs/serving/autoscaling/kpa-specific/).
@@ -119,7 +119,7 @@ class Autoscaler(ABC):
 class HpaAgent(Autoscaler):
     """Kubernetes' Horizontal Pod Autoscaler on requests per second and waiting requests of a replica.
 
-    Defaults of Kubernetes: every 15 s, tolerance 10 %, at most twice as many or four more at a time, 300 s of
+    Defaults of Kubernetes: every 15 s, tolerance 10%, at most twice as many or four more at a time, 300 s of
     stabilisation on the way down; ``target`` is the share of a replica's capacity, ``waiting`` the requests waiting for
     each (what Google's guide for LLMs on GKE takes as its metric).
     """
@@ -164,7 +164,7 @@ class KpaAgent(Autoscaler):
 
     Defaults of Knative: a stable window of 60 s, a panic window of a tenth of it, panic at twice what is there,
     at most half as many at a time on the way down. ``target`` is the share of a replica's slots: a quarter, where
-    Knative takes 70 % of what a container can hold, since a replica that decodes for so many is slow.
+    Knative takes 70% of what a container can hold, since a replica that decodes for so many is slow.
     """
 
     def __init__(

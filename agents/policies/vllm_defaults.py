@@ -26,7 +26,7 @@ class VllmDefaultsAgent(ConstantAgent):
 
 
 def vllm_defaults(tables: ServingTables) -> ServeAction:
-    """Knobs of vLLM's defaults on an A100: 256 slots, 90 % of the memory, FP16, no drafts, no separate prefill GPUs."""
+    """Knobs of vLLM's defaults on an A100: 256 slots, 90% of the memory, FP16, no drafts, no separate prefill GPUs."""
     kv_budget = kv_budget_of(GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, 0, tables)
     return replace(NAIVE_ACTION, batch_size=MAX_NUM_SEQS, kv_budget=kv_budget)
 

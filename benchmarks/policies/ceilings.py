@@ -6,7 +6,7 @@ The timetable sets actions by the clock and observes nothing. It is searched on 
 the searched policy are, from what the policies do there: from the median of their actions in every second. A timetable
 with foresight is searched on the very episode that it plays, from all that the policies did in it, on a few of the
 held-out seeds: a lower bound of what perfect foresight gives, called ceiling in the results. All others are means over
-30 held-out seeds, with 95 % intervals of the differences from the constant, paired by seed, and over those few.
+30 held-out seeds, with 95% intervals of the differences from the constant, paired by seed, and over those few.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.policies.rollouts     writes results/rollouts.json, rollouts.md and figures/rollouts.png
 
-Controllers play 60 held-out seeds; intervals are 95 % Student t intervals over seeds, differences are paired by seed.
+Controllers play 60 held-out seeds; intervals are 95% Student t intervals over seeds, differences are paired by seed.
 The best constant of a task is the one with the highest mean on these same seeds, which favours it. The figure needs the
 extra `report` (matplotlib).
 """

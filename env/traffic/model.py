@@ -39,7 +39,7 @@ QUEUE_LATENCY_MS = 0.5
 # so that a client can recompute the same numbers from the responses.
 USAGE_PARTS = 1e4
 LATENCY_PARTS_PER_MS = 1e2
-# Rates are known to a millionth: 67 requests/s throttled to 70 % are 46.9 and not 46.89999999999999, and a whole
+# Rates are known to a millionth: 67 requests/s throttled to 70% are 46.9 and not 46.89999999999999, and a whole
 # request is never lost to binary rounding when the queue is counted.
 RATE_PARTS_PER_RPS = 1e6
 

@@ -1,7 +1,7 @@
 """Scores of the traffic controller's agents against the exact optimum.
 
 The traffic has no randomness, so every agent but ``random`` has one number per task; ``random`` is the mean over its
-seeds with a 95 % confidence interval (Student's t). The optimum is that of :mod:`env.traffic.planner`: no
+seeds with a 95% confidence interval (Student's t). The optimum is that of :mod:`env.traffic.planner`: no
 sequence of actions earns more, so regret = optimum - earned.
 """
 
@@ -52,7 +52,7 @@ def _measure(
 
 
 def interval(values: FloatArray) -> tuple[float, float]:
-    """Mean and half width of its 95 % confidence interval; 0 for a single value, which is exact."""
+    """Mean and half width of its 95% confidence interval; 0 for a single value, which is exact."""
     if len(values) < 2:
         return float(values[0]), 0.0
     from scipy.stats import t

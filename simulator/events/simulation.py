@@ -55,7 +55,7 @@ LOOKED_UP_ROWS: Final = 8192
 """Largest number of rows with cached times; beyond it the model computes each time."""
 _CONTEXTS: Final = 32  # contexts up to 2 ** 32 tokens
 GAP_MS: Final = LEAST_GAP_MS * np.exp((np.arange(2048) + 0.5) / GAPS_PER_E)
-"""Gaps between outputs in the middle of each bin that counts them; the bins are 1 % wide."""
+"""Gaps between outputs in the middle of each bin that counts them; the bins are 1% wide."""
 
 
 def serve(fleet: Fleet, requests: Requests, seed: int = 0) -> Outcome:

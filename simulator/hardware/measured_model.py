@@ -3,7 +3,7 @@
 All were taken on one reference card, one layer at a time:
 
 * GEMMs of a layer: exact shapes up to 128 rows. From 512 rows on, times of another source, interpolated in n and k,
-  because the first source is 13-20 % too slow there; in between a blend, linear in the logarithm of rows. Quantised
+  because the first source is 13-20% too slow there; in between a blend, linear in the logarithm of rows. Quantised
   tiers multiply them by the measured ratio of quantised to bf16 kernels at the same number of rows.
 * Norms, rotary embedding, activation, residual adds: exact shapes.
 * Attention: sequences prefilled in one step share a launch, and the batched measurements give its cost.

@@ -32,7 +32,7 @@ MIN_KV_OCCUPANCY = 1e-3
 NORMAL_PEAK = 0.3989422804014327
 """Density of the standard normal distribution at 0: 1 / sqrt(2 pi)."""
 NORMAL_P99 = 2.326
-"""99 % quantile of the standard normal distribution."""
+"""99% quantile of the standard normal distribution."""
 
 
 def estimate_first_tokens(p: Params, knobs: Knobs, s: State, x: Scratch, m: Metrics, b: int) -> None:

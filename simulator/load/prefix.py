@@ -38,7 +38,7 @@ PUBLISHED_REUSE_HIT: Final = np.clip(
 """Reuse curve for a log that says how many tokens repeat, but not which.
 
 From Mooncake's own analysis of its production trace (arXiv 2407.00079, section 4.2): an LRU cache of 1,000 blocks of
-512 tokens hits 30 % of the prompt blocks, one of 50,000 blocks hits 50 %, and larger caches hit hardly any more. In
+512 tokens hits 30% of the prompt blocks, one of 50,000 blocks hits 50%, and larger caches hit hardly any more. In
 between it is linear in the logarithm of the size.
 """
 

@@ -137,7 +137,7 @@ class LoadSource(Protocol):
 
 
 def noise_factors(z: FloatArray) -> FloatArray:
-    """Factors on TTFT and TPOT from standard normal numbers: mean 1, deviation 5 %, clipped at four deviations."""
+    """Factors on TTFT and TPOT from standard normal numbers: mean 1, deviation 5%, clipped at four deviations."""
     return 1.0 + NOISE_STD * np.clip(z, -4.0, 4.0)
 
 

@@ -19,7 +19,7 @@ from tests.checkout import ROOT
 EPISODES = 3
 REFUSING_PAYS = {
     2: "the plan fixes its grade: median time to first token and memory, whoever is refused",
-    "h200-70b": "vLLM's defaults leave 45 % of the requests unserved there and score .32, the constant .33",
+    "h200-70b": "vLLM's defaults leave 45% of the requests unserved there and score .32, the constant .33",
 }
 """Tasks on which a constant that serves few beats vLLM's defaults, each with the reason."""
 GRADES_THAT_COUNT_SERVICE = [t.task_id for t in list_tasks(include_recorded=True) if t.task_id not in REFUSING_PAYS]

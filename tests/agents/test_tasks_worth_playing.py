@@ -1,6 +1,6 @@
 """Adaptive policies beat constants on every task: tested on held-out seeds with the committed calibration and policies.
 
-Each claim is tested with a paired 95 % interval over the 30 held-out seeds. `benchmarks/policies/tasks.py` has the
+Each claim is tested with a paired 95% interval over the 30 held-out seeds. `benchmarks/policies/tasks.py` has the
 figures.
 """
 

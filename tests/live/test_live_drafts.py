@@ -164,7 +164,7 @@ def test_an_episode_plays_the_lengths_that_its_policy_chose() -> None:
 
 
 def test_the_table_compares_with_the_fastest_constant_draw_by_draw() -> None:
-    """Half of the fastest constant's time in both draws is -50 % with an interval of no width; one rule played once."""
+    """Half of the fastest constant's time in both draws is -50% with an interval of no width; one rule played once."""
     ms = {"constant 1": (20.0, 40.0), "constant 2": (22.0, 44.0), "vLLM's own table": (20.0, 40.0), "PPO": (10.0, 20.0)}
     ms |= {"TurboSpec's rule": (40.0, 40.0)}
     runs = [

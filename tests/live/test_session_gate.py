@@ -215,7 +215,7 @@ def test_fit_lets_in_what_half_of_the_free_pool_holds_and_ppo_stays_within_bound
         await agents.finish()
         return gate.cap
 
-    # 4,000 of 10,000 tokens are in use and 90 % may be: half of 5,000 more are two sessions of 1,000.
+    # 4,000 of 10,000 tokens are in use and 90% may be: half of 5,000 more are two sessions of 1,000.
     assert asyncio.run(main("fit", 8)) == 6
     assert asyncio.run(main("fit", 5)) == 5
     assert 1 <= asyncio.run(main("ppo", 8)) <= 8

@@ -513,7 +513,7 @@ def test_a_log_of_counts_alone_is_judged_by_the_published_curve() -> None:
         serve_requests(action, log_of(requests, known), tables, 4).report().ttft_mean_ms for known in (True, False)
     )
     assert told != untold
-    # 1,000 blocks of 512 tokens find 30 of the 50 % that 50,000 blocks find.
+    # 1,000 blocks of 512 tokens find 30 of the 50% that 50,000 blocks find.
     at = np.interp(np.log2([512_000, 25_600_000]), np.log2(CAPACITY_TOKENS), PUBLISHED_REUSE_HIT)
     assert at == pytest.approx([0.6, 1.0], abs=0.02)
 

@@ -49,7 +49,7 @@ def test_a_card_without_measurements_takes_the_largest_error_of_the_others() -> 
 def test_a_verdict_is_as_sure_as_the_errors_allow() -> None:
     log, tables = gamma_log(1.0, 4.0, 300, 300.0), registered_tables(["l40s-llama-3.1-8b"])
     (sure,) = make_plan(log, [parse_objective("ttft_p99=2000")], tables, drafts=False, policies=()).plans
-    assert sure.verdict == "meets with 90 %"
+    assert sure.verdict == "meets with 90%"
     figure, error = sure.figures["ttft_p99_ms"], sure.errors["ttft"]
     between = f"ttft_p99={figure * (error.p50 + error.p90) / 2:.1f}"
     found = make_plan(log, [parse_objective(between)], tables, drafts=False, policies=())

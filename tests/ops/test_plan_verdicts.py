@@ -323,21 +323,21 @@ def test_a_plan_begins_with_the_smallest_fleet_that_meets_with_90_and_then_names
     assert (plan.verdict, plan.n_gpus) == ("likely", 1)
     (safe,) = found.certain
     assert found.recommended == safe
-    assert safe.verdict == "meets with 90 %"
-    assert safe.n_gpus == min(p.n_gpus for p in found.tried if p.verdict == "meets with 90 %")
+    assert safe.verdict == "meets with 90%"
+    assert safe.n_gpus == min(p.n_gpus for p in found.tried if p.verdict == "meets with 90%")
     first, line = answer(found)
     meets = "at least 90% certain to meet TTFT p99 <= 500 ms and TPOT p50 <= 15 ms with llama-3.1-8b."
     assert first.startswith(f"Rent {safe.n_gpus} x h100 ({safe.precision}, ")
     assert first.endswith(meets)
     assert line.startswith(f"Likely enough (50 to 90% certain): 1 x h100 ({plan.precision}, ")
     ((top, below),) = plan_report(found).tables.values()
-    assert (top["verdict"], below["verdict"]) == ("meets with 90 %", "likely")
+    assert (top["verdict"], below["verdict"]) == ("meets with 90%", "likely")
     # Growth is asked for the same certainty.
     for row in found.growth:
         assert row["n_gpus"] == safe.n_gpus
         assert row["gpus_needed"] is None or row["gpus_needed"] >= safe.n_gpus
     # Without that fleet, the figure that misses at the 90% bound is named.
-    unsafe = replace(found, tried=[p for p in found.tried if p.verdict != "meets with 90 %"], certain=[])
+    unsafe = replace(found, tried=[p for p in found.tried if p.verdict != "meets with 90%"], certain=[])
     nearest = min(p.figures["ttft_p99_ms"] * p.errors["ttft"].p90 for p in unsafe.tried if p.meets)
     likely, line = answer(unsafe)
     assert likely.startswith("Rent 1 x h100 (")

@@ -213,7 +213,7 @@ def test_the_best_constant_is_no_worse_than_any_constant_of_the_sweep(report: Sh
 
 
 def test_only_a_gain_that_chance_does_not_explain_is_recommended(report: ShadowReport) -> None:
-    # Two standard errors of a difference of 0.2 and 1.3 % of the requests, by hand.
+    # Two standard errors of a difference of 0.2 and 1.3% of the requests, by hand.
     assert noise(0.002, 0.013, 1000) == pytest.approx(2 * (0.001996e-3 + 0.012831e-3) ** 0.5)
     fixed, constant, own, policy, *_ = report.outcomes
     perfect, few, many = (replace(policy, slo_miss_share=share) for share in (0.0, 0.002, 0.013))

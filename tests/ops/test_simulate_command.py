@@ -153,7 +153,7 @@ def test_objectives_bound_whole_requests_and_gaps_between_tokens(tmp_path: Path,
     assert report["objectives"] == {"e2e_p99=20000": True, "itl_p99=1": False}
     rows = pd.read_csv(path)
     assert report["e2e_p99_ms"] == pytest.approx(1e3 * rows["latency_s"].quantile(0.99))
-    # Gaps of all requests count alike, and they are counted to 1 %.
+    # Gaps of all requests count alike, and they are counted to 1%.
     gaps = rows["output_tokens"] - 1
     assert report["itl_mean_ms"] == pytest.approx((rows["tpot_ms"] * gaps).sum() / gaps.sum(), rel=0.01)
     # Where no request is answered, no objective is met.

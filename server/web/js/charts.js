@@ -205,7 +205,7 @@ export class Scatter {
     this.plotBox = el("div", { class: "plot", "aria-hidden": "true" });
     const legend = el("div", { class: "legend" }, ...groups.map(({ label, colour: ink, fitted }) => el("span", { class: `chip dot ${fitted ? "fitted " : ""}ink-${ink}`, text: label })));
     const within = this.points.filter(({ measured, predicted }) => Math.abs(predicted / measured - 1) <= 0.1).length;
-    const summary = el("p", { class: "unseen", text: `${title}: ${within} of ${this.points.length} predictions within 10 % of the measurement. The tables below have the errors.` });
+    const summary = el("p", { class: "unseen", text: `${title}: ${within} of ${this.points.length} predictions within 10% of the measurement. The tables below have the errors.` });
     this.figure = el("figure", { class: "chart" }, el("figcaption", {}, el("span", { class: "name", text: `${title} (${unit})` }), this.readout), legend, this.plotBox, summary);
     charts.add(this);
     new ResizeObserver(() => this.fit()).observe(this.plotBox);

@@ -8,7 +8,7 @@ import { hints, titleOf } from "./knobs.js";
 import { FOLLOWED } from "./players.js";
 import { first, inRuns, rows } from "./runs.js";
 import { LATE, LEAST, overloads } from "./score.js";
-import { bare, shown } from "./strip.js";
+import { bare } from "./strip.js";
 
 export const GAIN = 0.02; // in score: advice that gains less is not given
 const SCALING_GAIN = 0.001; // the same for hints in tasks that scale, of which many add up
@@ -104,7 +104,7 @@ export class Coach {
 
   /** A move in words, with the value to reach. */
   withValue({ name, value, text }) {
-    return text.replace(":", ` (${shown(name, value, this.race.tiers)}):`);
+    return text.replace(":", ` (${bare(name, value, this.race.tiers)}):`);
   }
 
   /** Whether the hint's slider is on its way, and not there yet. */

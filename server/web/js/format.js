@@ -9,7 +9,7 @@ export function compact(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
-export const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} %`;
+export const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)}%`;
 
 export const score = (value) => value.toFixed(3);
 

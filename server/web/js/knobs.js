@@ -1,7 +1,7 @@
 /** The sliders: five, and a sixth in tasks that scale. Their ranges come from the API's own schema and the task. */
 
 import { el, field, fill, select } from "./dom.js";
-import { LEVELS, shown } from "./strip.js";
+import { LEVELS, bare } from "./strip.js";
 
 const TEXTS = {
   kv_budget: ["KV cache", "GPU memory for running requests. More: fewer are interrupted, but closer to the memory limit."],
@@ -113,7 +113,7 @@ export class Knobs {
     const knob = this.knobs[name];
     knob.value = value;
     knob.slider.value = String(nearest(knob.list, value));
-    const text = shown(name, value, this.tiers);
+    const text = bare(name, value, this.tiers);
     knob.output.textContent = text;
     knob.slider.setAttribute("aria-valuetext", text);
   }

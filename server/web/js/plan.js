@@ -9,7 +9,7 @@ import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, sett
 const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
 const BESIDE = 13; // between cards that cost as much, of a picture's width
 const SVG = "http://www.w3.org/2000/svg";
-const CERTAINTY = { likely: "likely", "meets with 90 %": "90% certain", not: "no" };
+const CERTAINTY = { likely: "likely", "meets with 90%": "90% certain", not: "no" };
 const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Meets", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU-hours per million tokens"];
 
 export async function start(panel) {
@@ -129,18 +129,18 @@ class PlanTab {
       ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
     const head = priced ? [...HEAD, `${report.currency} per hour`, `${report.currency} per million tokens`] : HEAD;
     const row = (plan) => [cardName(plan.card), plan.n_gpus, plan.tensor_parallel, settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
-      plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
+      plan.margin < -1 ? "< −100%" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const plans = first ? [first, ...report.plans.filter((plan) => plan.hardware !== first.hardware || plan.n_gpus !== first.n_gpus || plan.precision !== first.precision)] : nearest(report);
     const nodes = [el("h2", { class: "verdict", text: said }), ...more.map((text) => el("p", { text }))];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
     if (!refused) {
       const fleets = table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card` : "Nearest fleet of each card", ["Fleet", "Meets", ...(first ? ["GPUs for 90% certainty"] : []), "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short));
       fleets.classList.add("stacked");
-      nodes.push(fleets, el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99 % of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? ` Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90% certain: nine tenths of them. For 90% up to twice the GPUs were tried.${priced ? "" : " No prices were given: the fewest GPUs come first, and of equally many the card with the least memory."}` : ""}` }));
+      nodes.push(fleets, el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99% of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? ` Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90% certain: nine tenths of them. For 90% up to twice the GPUs were tried.${priced ? "" : " No prices were given: the fewest GPUs come first, and of equally many the card with the least memory."}` : ""}` }));
     }
     if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report, this.named));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
-      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Filled fleets meet all objectives. Of settings with equally few GPUs the plan takes the highest precision, even if a lower one is faster, because lower ones change the model's answers. Cards that cost as much stand side by side." }),
+      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90% bound. Filled fleets meet all objectives. Of settings with equally few GPUs the plan takes the highest precision, even if a lower one is faster, because lower ones change the model's answers. Cards that cost as much stand side by side." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both cost and requests in time", head, report.front.map(row))),
       folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, they are at the median error of measured runs." }), table("Figures", head, plans.map(row))));
     const other = [];
@@ -201,7 +201,7 @@ function warnings({ recommended: first, plans, certain, currency, growth, object
 
 /**
  * Cost of all fleets tried against a latency that an objective bounds (`ttft_p99=500`), at the median error of measured runs; lines
- * reach to the 90 % bound. Each card has its colour; its fleets stand a little beside those of other cards, which often cost as much.
+ * reach to the 90% bound. Each card has its colour; its fleets stand a little beside those of other cards, which often cost as much.
  */
 function picture(report, priced, objective) {
   const [, quantity, statistic, limit] = objective.match(/^(\w+)_(\w+)=(.*)$/);

@@ -70,7 +70,7 @@ const LOOKS = [
 
 const IN_THE_FORM = [
   ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["replicas_min 2", "Replicas, at least: 2"], ["quant FP16,BF16", "Precisions: 16 bit only"], ["Leave out drafts to exclude them", "Draft tokens: none excludes them"],
-  [": try router round-robin or least-loaded", ""], ["meets with 90 %", "90% certain"], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
+  [": try router round-robin or least-loaded", ""], ["meets with 90%", "90% certain"], [" (failed skip leaves them out)", ""], [" (drop_duplicates keeps the first of each)", ""],
   ["the unit: columns ", "the unit under Columns of the log: "], [" or columns arrival=", " or arrival="], ["with filter ", "under Only rows with: "],
   ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];

@@ -82,7 +82,7 @@ export const bare = (name, value, tiers) => shown(name, value, tiers).replace(/^
 /** A knob's value in words; `tiers` are the names of the precisions. */
 export function shown(name, value, tiers) {
   switch (name) {
-    case "kv_budget": return `KV ${Math.round(100 * value)} %`;
+    case "kv_budget": return `KV ${Math.round(100 * value)}%`;
     case "spec_length": return value ? `speculate ${value}` : "no speculation";
     case "batch_size": return `batch ${value}`;
     case "prefill_disagg": return Number(value) ? "separate prefill" : "shared GPUs";

@@ -13,7 +13,7 @@ const RIVALS = [
   { key: "planner", label: "Optimal plan", colour: "ppo", dash: [8, 3] },
   { key: "allow_all", label: "Admit all", colour: "naive", dash: [1, 3] },
 ];
-const ACTIONS = [["allow_all", "Admit all", 1], ["throttle_70", "Admit 70 %", 0.7], ["throttle_40", "Admit 40 %", 0.4], ["drop_aggressive", "Admit 20 %", 0.2]];
+const ACTIONS = [["allow_all", "Admit all", 1], ["throttle_70", "Admit 70%", 0.7], ["throttle_40", "Admit 40%", 0.4], ["drop_aggressive", "Admit 20%", 0.2]];
 
 export async function start(panel) {
   const { tasks } = await once("tasks", "traffic");

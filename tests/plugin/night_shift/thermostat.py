@@ -160,7 +160,7 @@ def grade(task_id: TaskId, entries: Sequence[Entry]) -> Grade:
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedLogError(f"the log has no temperatures ({error!r})") from error
     comfort = float(np.clip(1.0 - np.abs(inside - SET_POINT_C) / COMFORT_C, 0.0, 1.0).mean())
-    return {"score": comfort, "breakdown": {"comfort": comfort}, "feedback": f"{100 * comfort:.0f} % comfortable."}
+    return {"score": comfort, "breakdown": {"comfort": comfort}, "feedback": f"{100 * comfort:.0f}% comfortable."}
 
 
 POLICIES: Final = {"off": "Never heats.", "two_point": "Heats below the set point."}
