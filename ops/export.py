@@ -229,8 +229,9 @@ def knobs_of_vllm(config: Mapping[str, Any], tables: ServingTables) -> tuple[dic
     if tier is not None:
         knobs["quant_tier"] = tables.tier_index(tier)
     given.pop("model", None)
-    if given.get("max-num-batched-tokens") == tables.meta["max_batched_tokens"]:
-        del given["max-num-batched-tokens"]
+    for name, value in (("max-num-batched-tokens", tables.meta["max_batched_tokens"]), ("max-model-len", "auto")):
+        if given.get(name) == value:
+            del given[name]
     if (share := given.pop("gpu-memory-utilization", None)) is not None:
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise InvalidConfigError(f"gpu-memory-utilization={short_repr(share)} must be above 0 and at most 1")

@@ -230,7 +230,7 @@ def test_the_memory_share_leaves_the_planned_kv_pool() -> None:
 def test_the_file_for_vllm_read_back_is_the_planned_setting(table: str) -> None:
     plan, tables, files = planned(table)
     knobs, ignored = knobs_of_vllm({**yaml.safe_load(files["vllm"]), "host": "::"}, tables)
-    assert ignored == ["host", "max-model-len"]
+    assert ignored == ["host"]
     # The file states the memory in whole percent: 0.4 GB of a pool of 9 GB in the larger model.
     assert knobs.pop("kv_budget") == pytest.approx(plan.action["kv_budget"], abs=0.05)
     assert knobs == {name: plan.action[name] for name in ("batch_size", "quant_tier")}
