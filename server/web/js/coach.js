@@ -72,7 +72,7 @@ export class Coach {
     if (!this.settled) return [""];
     if (this.race.task.max_replicas) return ["Leave your sliders: no single move helps now."];
     const { later } = this;
-    return [`Little to gain now: you end at ${shownScore(this.ends)}.${later ? ` Next time, from the start: ${later.text} (${shownScore(later.score)}).` : ""} `, true];
+    return [`No one slider gains much now: left as they are, you end at ${shownScore(this.ends)}.${later ? ` Next time, from the start: ${later.text} (${shownScore(later.score)}).` : ""} `, true];
   }
 
   /** Write both lines where they have changed: a link that is written anew under the pointer takes no click. */

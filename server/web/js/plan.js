@@ -9,8 +9,8 @@ import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, sett
 const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
 const BESIDE = 13; // between cards that cost as much, of a picture's width
 const SVG = "http://www.w3.org/2000/svg";
-const CERTAINTY = { likely: "likely", "meets with 90%": "90% certain", not: "no" };
-const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Meets", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU-hours per million tokens"];
+const CERTAINTY = { likely: "likely", "meets with 90%": "90%", not: "no" };
+const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Certainty", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU-hours per million tokens"];
 
 export async function start(panel) {
   const { models, hardware } = await once("info");
@@ -134,7 +134,7 @@ class PlanTab {
     const nodes = [el("h2", { class: "verdict", text: said }), ...more.map((text) => el("p", { text }))];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
     if (!refused) {
-      const fleets = table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card` : "Nearest fleet of each card", ["Fleet", "Meets", ...(first ? ["GPUs for 90% certainty"] : []), "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short));
+      const fleets = table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card` : "Nearest fleet of each card", ["Fleet", "Certainty", ...(first ? ["GPUs for 90% certainty"] : []), "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short));
       fleets.classList.add("stacked");
       nodes.push(fleets, el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99% of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? ` Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90% certain: nine tenths of them. For 90% up to twice the GPUs were tried.${priced ? "" : " No prices were given: the fewest GPUs come first, and of equally many the card with the least memory."}` : ""}` }));
     }
@@ -144,7 +144,7 @@ class PlanTab {
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both cost and requests in time", head, report.front.map(row))),
       folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, they are at the median error of measured runs." }), table("Figures", head, plans.map(row))));
     const other = [];
-    if (report.adaptive.length) other.push(table(`Adaptive policies on ${rent(report.plans[0])} and on fewer`, ["Policy", "GPUs", "Meets", "In time"],
+    if (report.adaptive.length) other.push(table(`Adaptive policies on ${rent(report.plans[0])} and on fewer`, ["Policy", "GPUs", "Certainty", "In time"],
       report.adaptive.map((plan) => [player({ name: plan.policy }).label, plan.n_gpus, CERTAINTY[plan.verdict], percent(plan.share_in_time, 2)])));
     if (report.autoscaling.length) other.push(table(`${rent(report.plans[0])} with an autoscaler`, ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
       report.autoscaling.map((each) => [player({ name: each.policy }).label, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));

@@ -27,6 +27,9 @@ const LINES = {
 /** The visitor. */
 export const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 
+/** What stands in the place of the advice after a game, so that buttons do not move when it comes. */
+export const SEEKING = "Looking for what scores more …";
+
 /** The run of a link that the visitor followed. */
 export const SHARED = { key: "shared", label: "Challenger", called: "your challenger", title: "The run of the link that you followed.", colour: "shared", dash: [7, 4], width: 2 };
 

@@ -6,11 +6,10 @@ import { challenge, download, el, fill } from "./dom.js";
 import { percent, score as shownScore, squares } from "./format.js";
 import { handed } from "./kept.js";
 import { titleOf } from "./knobs.js";
-import { SHARED, YOU } from "./players.js";
+import { SEEKING, SHARED, YOU } from "./players.js";
 import { logOf } from "./runs.js";
 import { LEAST, mostLost, overloads, placeOf, scoreBoard } from "./score.js";
 
-const NAMED = 3; // policies ahead of the visitor
 const WORTH_TELLING_S = 5; // an overload
 
 /** Show the visitor's `grade` in `race`; `link` are the parameters of an address with the visitor's run. Returns the verdict. */
@@ -18,8 +17,8 @@ export function showResult(race, grade, link) {
   const { called, episode } = race.target, score = shownScore(grade.score), toBeat = shownScore(episode.score), won = Number(score) > Number(toBeat), level = score === toBeat;
   const places = [{ ...YOU, ...grade }, ...race.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
   const verdict = level ? `Level with ${called}.` : won ? `You beat ${called}: ${toBeat}.` : `Not yet: ${called} has ${toBeat}.`;
-  const advice = el("p");
-  advise(race, grade, advice).catch(() => {}); // what cannot be checked is not advised
+  const advice = el("p", { text: SEEKING });
+  advise(race, grade, advice).catch(() => fill(advice)); // what cannot be checked is not advised
   race.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : level ? "level" : ""}`;
   fill(race.result, el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })), el("p", { text: `${standing(grade, places)} ${why(race, grade)}` }), advice);
   const next = places.findLast((rival) => Number(shownScore(rival.score)) > Number(score) && rival.key !== SHARED.key);
@@ -33,12 +32,11 @@ export function showResult(race, grade, link) {
   return verdict;
 }
 
-/** The place among all, and behind whom. */
+/** The place among all, who is next, and who is best. */
 function standing(grade, places) {
-  const place = placeOf(grade, places), ahead = places.slice(0, place - 1).reverse().map(({ label }) => label), more = ahead.length - NAMED;
-  const names = more > 0 ? [...ahead.slice(0, NAMED), `${more} more`] : ahead;
+  const place = placeOf(grade, places), named = ({ label, score }) => `${label} (${shownScore(score)})`, [leader] = places, rival = places[place - 2];
   const alone = places.filter((each) => placeOf(each, places) === 1).length === 1 ? ", ahead of everybody" : "";
-  const behind = names.length ? `, behind ${names.join(", ").replace(/, ([^,]*)$/, " and $1")}` : alone;
+  const behind = !rival ? alone : rival === leader ? `, behind ${named(leader)}` : `, behind ${named(rival)}; the best is ${named(leader)}`;
   return `Place ${place} of ${places.length}${behind}${grade.score < LEAST && grade.breakdown.slo < 0 ? ": late requests cost more than everything else earned, as the table below shows" : ""}.`;
 }
 
@@ -66,6 +64,7 @@ async function advise(race, { score }, box) {
   const { best: { called, episode }, lanesOf } = race, found = await race.coach.fromStart(score), settings = (name) => new Set(episode.action[name]).size;
   if (!box.isConnected) return; // another race has begun
   race.advised = found;
+  fill(box);
   if (found) {
     fill(box, el("strong", { text: "Next time, from the start: " }), `${found.text}${found.name ? ", the others as now" : ""} (score ${shownScore(found.score)}). `,
       el("button", { type: "button", text: "Try this", on: { click: () => race.tryAgain(found.setting) } }));

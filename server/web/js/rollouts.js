@@ -6,7 +6,7 @@ import { TimeChart } from "./charts.js";
 import { announce, challenge, el, field, fill, problem, select } from "./dom.js";
 import { changes, compact, counted, mean, percent, score as shownScore, squares } from "./format.js";
 import { keep, takeKept } from "./kept.js";
-import { FOLLOWED, SHARED, SKIPPING, SPEEDS, YOU, player, presetSpeed } from "./players.js";
+import { FOLLOWED, SEEKING, SHARED, SKIPPING, SPEEDS, YOU, player, presetSpeed } from "./players.js";
 import { placeOf, scoreBoard } from "./score.js";
 import { MAX_SEED, isSeed, seedOf } from "./seeds.js";
 import { FULL, ROOM, computedPerToken, curves, fitting, hitRate, misfits, packCaps, unpackCaps, why } from "./sessions.js";
@@ -253,7 +253,7 @@ class Rollouts {
     if (this.built) for (const [name, chart] of Object.entries(this.charts)) chart.set(x, columnsOf(name), [0, most]);
     const scores = this.phase === "over" ? [] : drawn.slice(0, 2).map(([, { score }]) => score[played - 1]);
     this.tell(played, ...scores);
-    const now = (name) => mine.columns[name].at(-1) ?? 0, you = drawn[0][1], hit = you.hit.at(-1);
+    const now = (name) => mine.columns[name].at(-1) ?? 0, you = drawn[0][1], hit = this.phase === "over" ? hitRate(mine.columns) : you.hit.at(-1);
     this.clock.max = this.task.sessions;
     this.clock.value = now("sessions_finished");
     fill(this.readings, ...[
@@ -450,7 +450,7 @@ class Rollouts {
     this.write(params);
     const breakdown = ({ columns }) => ({ hit_rate: hitRate(columns), tokens_computed_twice: Math.round(curves(columns, this.least, this.hasUsers).twice.at(-1)), seconds: columns.time_s.length });
     const places = [{ ...YOU, ...mine }, ...(this.shared ? [target] : []), ...this.rivals].map((row) => ({ ...row, breakdown: breakdown(row) })).sort((a, b) => b.score - a.score);
-    const verdict = level ? `Level with ${target.called}.` : won ? `You beat ${target.called}: ${toBeat}.` : `Not yet: ${target.called} has ${toBeat}.`, advice = el("p");
+    const verdict = level ? `Level with ${target.called}.` : won ? `You beat ${target.called}: ${toBeat}.` : `Not yet: ${target.called} has ${toBeat}.`, advice = el("p", { text: SEEKING });
     this.result.className = `result ${won ? "won" : level ? "level" : ""}`;
     fill(this.result, el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
       el("p", { text: `Place ${placeOf(mine, places)} of ${places.length}. ${why(mine, won || level ? this.best : target)}` }), advice);
@@ -461,7 +461,7 @@ class Rollouts {
     fill(this.places, scoreBoard(places));
     announce(`Your score is ${score}. ${verdict}`);
     this.duel.scrollIntoView({ block: "nearest" });
-    await this.advise(advice).catch(() => {}); // what cannot be checked is not advised
+    await this.advise(advice).catch(() => fill(advice)); // what cannot be checked is not advised
   }
 
   /** What to do next time: the best of some constant caps, as the server plays these sessions with it, and a button that plays it; else what the best policy does. */
@@ -469,6 +469,7 @@ class Rollouts {
     const { mine, best, task } = this, fits = mean(mine.caps.map((_, i) => fitting(mine.columns, i)).filter(Boolean));
     const caps = [...new Set(CONSTANTS.map((times) => Math.round(times * fits)))].filter((cap) => cap >= 1 && cap <= task.sessions), scores = await this.scoresWith(caps);
     if (!box.isConnected) return; // another run has begun
+    fill(box);
     const most = Math.max(...scores), cap = caps[scores.indexOf(most)], flying = best.columns.sessions_in_flight;
     const follow = `${best.called} (${shownScore(best.score)}) lets ${TOLD.map((share) => Math.round(share * flying.length)).map((second, i) => `${flying[second]}${i ? "" : " sessions run"} at second ${second}`).join(", ")}.`;
     if (most > mine.score + GAIN) {
