@@ -56,8 +56,11 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--filter",
+        action="append",
+        default=[],
         metavar="COLUMN=VALUE[,VALUE]",
-        help="only requests with one of these values in a column, as in model=llama-3.1-8b",
+        help="only requests with one of these values in a column, as in model=llama-3.1-8b; of several "
+        "--filter all must hold",
     )
     parser.add_argument(
         "--skip-bad",

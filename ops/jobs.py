@@ -122,7 +122,7 @@ def log_of(request: Request) -> Imported:
         content=request["log"],
         limit=request.get("limit"),
         skip_failed=request.get("failed") == "skip",
-        only=request.get("filter"),
+        only=[text] if (text := request.get("filter")) else [],
         skip_bad=request.get("skip_bad") or 0,
         drop_duplicates=request.get("drop_duplicates", False),
     )

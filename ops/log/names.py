@@ -153,8 +153,8 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
     there = list(available)
     given_names = {} if given is None else given.names
     names = dict(given_names)
-    asked = {"filter": source.only[0]} if source.only is not None else {}
-    for quantity, name in {**names, **asked}.items():
+    asked = [("filter", column) for column, _ in source.only]
+    for quantity, name in [*names.items(), *asked]:
         if name not in there:
             raise source.wrong(f"no column {name!r} for {quantity}; there are {_listed(there)}", name)
     times: list[str] = []
@@ -198,7 +198,7 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
             f"no column with a usual name for {' and '.join(missing)}; there are {_listed(there)}; name "
             f"{'it' if len(missing) == 1 else 'them'} with --columns {','.join(f'{q}=COLUMN' for q in missing)}"
         )
-    if twice := [name for name in (*names.values(), *times, *asked.values()) if there.count(name) > 1]:
+    if twice := [name for name in (*names.values(), *times, *(name for _, name in asked)) if there.count(name) > 1]:
         raise source.wrong(f"has the column {short_text(twice[0])!r} twice: rename or remove one", twice[0])
     return Columns(names, given.units if given is not None else {}, tuple(times))
 
@@ -268,7 +268,8 @@ def check_table(
     The error is that of :func:`ops.log.reader.import_log`. Only what is plain is judged: JSON, quoted names, names that
     are missing, longer headers and longer tables are left to the reader, and so are rows that may be left out.
     """
-    source = Source(Path(name), content=content[:HEADER_CHARS], only=None if only is None else parse_filter(only))
+    chosen = [] if only is None else [parse_filter(only)]
+    source = Source(Path(name), content=content[:HEADER_CHARS], only=chosen)
     with source.reading():
         line = next((line for line in source.lines() if line.strip()), "")
         whole = len(content) <= HEADER_CHARS or line.endswith(("\n", "\r"))

@@ -115,7 +115,7 @@ def import_log(
     run: int | None = None,
     content: str | None = None,
     skip_failed: bool = False,
-    only: str | None = None,
+    only: Sequence[str] = (),
     skip_bad: int = 0,
     drop_duplicates: bool = False,
 ) -> Imported:
@@ -123,19 +123,19 @@ def import_log(
 
     ``columns`` names columns of a table (:func:`ops.log.names.parse_columns`); others are found by their usual names.
     ``limit`` keeps the first rows of the file, ``start_s`` and ``end_s`` a window after the first arrival; ``run``
-    chooses one benchmark of a report that holds several, and ``only`` selects requests by a column (``model=llama``,
-    ``model=llama,qwen``). Requests of several models are refused unless ``only`` chooses some of them. ``skip_bad`` is
-    how many rows that cannot be read are left out; with ``drop_duplicates`` only the first request of an id counts.
-    ``content`` is the text of a file that was uploaded under the name ``path``. A failed request was still load: if it
-    has a prompt it counts, with the median output of the others, unless ``skip_failed``. Arrivals recorded in coarse
-    steps are spread over their step, in the order of the file.
+    chooses one benchmark of a report that holds several, and ``only`` selects requests by columns (``model=llama``,
+    ``model=llama,qwen``), all of which must hold. Requests of several models are refused unless ``only`` chooses some
+    of them. ``skip_bad`` is how many rows that cannot be read are left out; with ``drop_duplicates`` only the first
+    request of an id counts. ``content`` is the text of a file that was uploaded under the name ``path``. A failed
+    request was still load: if it has a prompt it counts, with the median output of the others, unless ``skip_failed``.
+    Arrivals recorded in coarse steps are spread over their step, in the order of the file.
     Times without a unit that may be ms are refused. Raises :class:`DataFormatError` naming file, line and field.
     """
     if not 0 <= skip_bad <= MAX_SKIP_BAD:
         raise InvalidConfigError(
             f"--skip-bad={skip_bad} is not allowed: it must be from 0 to {MAX_SKIP_BAD:,}", "skip_bad"
         )
-    chosen = None if only is None else parse_filter(only)
+    chosen = [parse_filter(text) for text in only]
     source = Source(Path(path), run, content, skip_failed, chosen, skip_bad, drop_duplicates)
     if content is None and source.path.suffix == ".npz":
         return Imported(cut_log(load_trace(str(path))[0], start_s, end_s, str(path), limit), "packed trace")
@@ -194,7 +194,7 @@ def _open_log(source: Source, format: str, given: Columns | None) -> _Table:
 
 def _wanted(source: Source, columns: Columns) -> list[str]:
     """Names of the columns to read."""
-    filtered = [] if source.only is None else [source.only[0]]
+    filtered = (column for column, _ in source.only)
     return list(dict.fromkeys([*columns.names.values(), *columns.times, *filtered]))
 
 
@@ -365,12 +365,11 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
     blocks: list[tuple[Any, ...]] = []
     room = MAX_REQUESTS + 1 if limit is None else limit
     models: Counter[str] = Counter()
-    others: Counter[str] = Counter()  # values of the filtered column, until one matches
+    others = [(column, Counter[str]()) for column, _ in source.only]  # values of filtered columns, until one matches
     for raw in table.frames:
-        if source.only is not None:
-            column, values = source.only
+        for (column, values), (_, seen) in zip(source.only, others, strict=True):
             if not any(map(len, pieces)):
-                others.update(map(str, raw[column].dropna()))
+                seen.update(map(str, raw[column].dropna()))
             raw = raw[np.array([str(cell) in values for cell in raw[column]], dtype=bool)]
         for piece in _readable(source, table, raw):
             pieces.append(piece.iloc[:room])
@@ -388,14 +387,16 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
     _note_bad(source)
     rows = pd.concat(pieces) if pieces else pd.DataFrame()
     if not len(rows):
-        if source.only is None:
+        if not source.only:
             raise source.wrong("holds no requests")
-        there = short_text(", ".join(f"{name}: {n:,}" for name, n in others.most_common(5)), 200) or "none"
-        column, values = source.only
-        raise source.wrong(f"holds no requests with {column}={','.join(sorted(values))}; values there: {there}")
+        name, seen = next((each for each in reversed(others) if each[1]), others[0])
+        there = short_text(", ".join(f"{value}: {n:,}" for value, n in seen.most_common(5)), 200) or "none"
+        where = f"of {name} there" if len(others) > 1 else "there"
+        asked = " and ".join(f"{column}={','.join(sorted(values))}" for column, values in source.only)
+        raise source.wrong(f"holds no requests with {asked}; values {where}: {there}")
     _refuse_durations(source, table, rows)
     _refuse_unknown_unit(source, table, rows)
-    if len(models) > 1 and (source.only is None or source.only[0] != table.columns.names["model"]):
+    if len(models) > 1 and table.columns.names["model"] not in [column for column, _ in source.only]:
         listed = ", ".join(f"{name}: {n:,}" for name, n in models.most_common(5))
         name = table.columns.names["model"]
         raise source.wrong(

@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +47,9 @@ SKIP_HINT: Final = "--skip-bad N leaves out up to N such rows"
 class Source:
     """A file being read, or the ``content`` of a file that was uploaded under the name ``path``.
 
-    ``run`` chooses one of several runs, ``skip_failed`` leaves out failed requests, ``only`` is a column and the values
-    of which every request must have one in it, and ``skip_bad`` how many rows that cannot be read may be left out, and
-    ``drop_duplicates`` whether only the first request of each id counts.
+    ``run`` chooses one of several runs, ``skip_failed`` leaves out failed requests, ``only`` are columns, each with
+    the values of which every request must have one in it, ``skip_bad`` is how many rows that cannot be read may be left
+    out, and ``drop_duplicates`` whether only the first request of each id counts.
     Reading sets the other fields: the current line (0: none), the list that records lie ``within``, rows left out by
     reason, what is wrong with each row that cannot be read (:meth:`leave_out`), the size of blocks of repeated
     prefixes, and ``notes``, sentences about the log.
@@ -59,7 +59,7 @@ class Source:
     run: int | None = None
     content: str | None = field(default=None, repr=False)
     skip_failed: bool = False
-    only: tuple[str, frozenset[str]] | None = None
+    only: Sequence[tuple[str, frozenset[str]]] = ()
     skip_bad: int = 0
     drop_duplicates: bool = False
     line: int = 0

@@ -193,7 +193,7 @@ def test_an_export_of_opentelemetry_counts_each_request_once(tmp_path: Path, for
     # The collector exports again what was not acknowledged.
     text = lines([*exports, exports[1]]) if form == "lines" else json.dumps(document, indent=1)
     (tmp_path / "traces.json").write_text(text)
-    for only in (None, "service.name=gateway"):
+    for only in ([], ["service.name=gateway"]):
         imported = import_log(tmp_path / "traces.json", only=only)
         check(imported)
         assert imported.format == "opentelemetry"
@@ -437,16 +437,27 @@ def test_several_models_are_no_one_load_and_a_filter_chooses_among_them(tmp_path
     told = r"requests of 2 models \(a: 2, b: 1\) are not one load: choose a model with --filter model=NAME"
     with pytest.raises(DataFormatError, match=told):
         import_log(path)
-    one = import_log(path, only="model=a")
+    one = import_log(path, only=["model=a"])
     assert (one.log.prompt_tokens.tolist(), one.notes) == ([100, 300], [])
     assert import_log(path, limit=1).log.prompt_tokens.tolist() == [100]
-    check(import_log(path, only="model=a,b"))
+    check(import_log(path, only=["model=a,b"]))
     with pytest.raises(DataFormatError, match="holds no requests with model=c; values there: a: 2, b: 1"):
-        import_log(path, only="model=c")
+        import_log(path, only=["model=c"])
     with pytest.raises(DataFormatError, match="no column 'user' for filter; there are time, input_tokens"):
-        import_log(path, only="user=a")
+        import_log(path, only=["user=a"])
     with pytest.raises(InvalidConfigError, match="COLUMN=VALUE"):
-        import_log(path, only="a")
+        import_log(path, only=["a"])
+
+
+def test_several_filters_hold_together(tmp_path: Path) -> None:
+    models, paths = ["a", "b", "a"], ["/chat", "/chat", "/embed"]
+    columns = {"time": AFTER_S, "input_tokens": PROMPTS, "output_tokens": OUTPUTS, "model": models, "path": paths}
+    pd.DataFrame(columns).to_csv(tmp_path / "log.csv", index=False)
+    both = import_log(tmp_path / "log.csv", only=["path=/chat", "model=a"])
+    assert both.log.prompt_tokens.tolist() == PROMPTS[:1]
+    nothing = "no requests with model=b and path=/embed; values of path there: /chat: 1"
+    with pytest.raises(DataFormatError, match=nothing):
+        import_log(tmp_path / "log.csv", only=["model=b", "path=/embed"])
 
 
 def priorities(path: Path, cells: list[str], **asked: str) -> tuple[list[int], list[str]]:
