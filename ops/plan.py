@@ -314,7 +314,7 @@ def make_plan(
         first, chosen = found[0], (certain or found)[0]
         adaptive, saved, gain, chance = first.adaptive(policies)
         scaling = first.autoscaled()
-        growth = side_by_side(lambda factor: chosen.under(factor, searched.faster(factor)), GROWTH)
+        growth = monotone(side_by_side(lambda factor: chosen.under(factor, searched.faster(factor)), GROWTH))
     tried = [plan for card in searches for plan in card.tried]
     progress("done", 1.0)
     return PlanReport(
@@ -878,8 +878,15 @@ class _Card:
             return played[n]
 
         now = at(units)
-        guess = max(1, round(units * factor / step))
-        least = smallest_fleet(lambda n: at(n * step), guess, self._most // step, self._required, 2 if uneven else 1)
+        guess, now_on = max(1, round(units * factor / step)), units // step
+        least: int | None = now_on
+        if not now.meets:
+            most = self._most // step
+            least = (
+                smallest_fleet(lambda n: at(n * step), guess, most, self._required, now_on + 1)
+                if now_on < most
+                else None
+            )
         return {
             "traffic": factor,
             "n_gpus": chosen.n_gpus,
@@ -888,6 +895,19 @@ class _Card:
             "figures": now.figures,
             "gpus_needed": None if least is None else least * step * self._cards_each,
         }
+
+
+def monotone(growth: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of growth, the least traffic first, in which more traffic never needs fewer GPUs.
+
+    A single play of each may say so: arrivals that are closer together meet other batches.
+    """
+    most, found = 0.0, []
+    for row in growth:
+        needed = row["gpus_needed"]
+        most = max(most, math.inf if needed is None else needed)
+        found.append({**row, "gpus_needed": None if math.isinf(most) else int(most)})
+    return found
 
 
 def _merit(plan: Plan) -> tuple[bool, float, float]:

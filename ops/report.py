@@ -458,7 +458,11 @@ def _growth_lines(report: PlanReport) -> list[str]:
     for row in report.growth:
         needed = "more GPUs than were tried" if row["gpus_needed"] is None else f"{row['gpus_needed']} GPUs"
         certainly = " for the same certainty" if report.certain else ""
-        on = "takes the same GPUs" if row["meets"] else f"takes {needed} with these settings{certainly}"
+        on = (
+            "takes the same GPUs"
+            if row["gpus_needed"] == row["n_gpus"]
+            else f"takes {needed} with these settings{certainly}"
+        )
         told.setdefault(on, []).append(f"{row['traffic']:g}")
     lines = [f"{' or '.join(factors)} times the traffic {on}" for on, factors in told.items()]
     return [f"{'; '.join(lines)}."] if lines else []

@@ -22,7 +22,7 @@ from ops.export import EXPORTS, constant_drafts, engine_files
 from ops.log.reader import import_log
 from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
-from ops.plan import Plan, PlanReport, busiest, make_plan, pareto, registered_tables, smallest_fleet
+from ops.plan import Plan, PlanReport, busiest, make_plan, monotone, pareto, registered_tables, smallest_fleet
 from ops.prices import Prices
 from ops.report import cautions, notes, plan_figure, plan_report
 from ops.shadow import shadow
@@ -150,6 +150,17 @@ def test_more_traffic_needs_more_gpus(report: PlanReport) -> None:
     assert plan.action is not None
     played = shadow(fast, [], fixed=ServeAction.from_dict(plan.action), n_gpus=plan.n_gpus)
     assert report.growth[1]["share_in_time"] == pytest.approx(1 - played.outcomes[0].slo_miss_share)
+
+
+def test_an_answer_never_says_that_more_traffic_needs_fewer_gpus(report: PlanReport) -> None:
+    rows = [
+        {"traffic": factor, "n_gpus": 4, "meets": needed == 4, "gpus_needed": needed}
+        for factor, needed in ((1.5, 6), (2.0, 4), (3.0, None), (4.0, 8))
+    ]
+    growth = monotone(rows)
+    assert [row["gpus_needed"] for row in growth] == [6, 6, None, None]
+    said = cautions(replace(report, growth=growth[:2]))[0]
+    assert said.startswith("1.5 or 2 times the traffic takes 6 GPUs with these settings")
 
 
 def test_adaptive_policies_keep_to_the_precision_and_to_the_gpus(report: PlanReport) -> None:
