@@ -782,7 +782,7 @@ class _Card:
         return sorted(margins, reverse=True)[kept - 1], sum(held) / len(windows)
 
     def search_certain(self) -> None:
-        """Find the smallest fleet that meets with 90%, from the best plan's to one of twice as many GPUs.
+        """Find the smallest fleet that meets with 90%, from the best plan's to one of four times as many GPUs.
 
         Played are the best plan's setting and the best ones of the other precisions.
         """
@@ -809,10 +809,11 @@ class _Card:
                     return True
             return False
 
-        most = min(2 * units, self._most)
-        if not any(certain(n) for n in (units, units + 1, most) if n <= most):
+        sizes = sorted({min(n, self._most) for n in (units, units + 1, 2 * units, 4 * units)})
+        high = next((n for n in sizes if certain(n)), None)
+        if high is None:
             return
-        low, high = units + 1, min(found)
+        low = max((n for n in sizes if n < high), default=high - 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if certain(middle) else (middle, high)

@@ -287,11 +287,13 @@ def answer(report: PlanReport) -> list[str]:
     closest = max((plan for plan in report.tried if plan.meets), key=lambda p: min(left(p)))
     missed = " and ".join(figure for distance, figure in left(closest) if distance < 0.0) or "the worst windows"
     larger = [p for p in report.tried if p.hardware == closest.hardware and p.n_gpus > closest.n_gpus]
+    most = max(plan.n_gpus for plan in report.tried)
+    nearest = "this one" if closest == first else _fleet(report, closest)
     asked_of = {o.quantity for o in objectives}
     wider = any(p.errors[quantity].p90 > closest.errors[quantity].p90 for p in larger for quantity in asked_of)
     return [
         *found,
-        f"No fleet tried is 90% certain: {'this one' if closest == first else _fleet(report, closest)} comes nearest, "
+        f"No fleet tried (up to {most} GPUs) is 90% certain: {nearest} comes nearest, "
         f"but the simulator's 90% bound there is {missed}"
         f"{'; it is wider at the load of more GPUs' if wider else ''}.",
     ]

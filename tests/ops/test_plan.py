@@ -163,6 +163,14 @@ def test_an_answer_never_says_that_more_traffic_needs_fewer_gpus(report: PlanRep
     assert said.startswith("1.5 or 2 times the traffic takes 6 GPUs with these settings")
 
 
+def test_a_fleet_that_meets_with_90_is_found_beyond_twice_the_likely_one() -> None:
+    asked = [parse_objective("ttft_p99=1000"), parse_objective("tpot_p50=25")]
+    found = make_plan(import_log(EXAMPLE).log, asked, registered_tables(["a100-40gb"], "llama-3.1-8b"), policies=())
+    (likely,), (certain,) = found.plans, found.certain
+    assert 2 * likely.n_gpus < certain.n_gpus <= 4 * likely.n_gpus
+    assert not [plan for plan in found.tried if plan.verdict == certain.verdict and plan.n_gpus < certain.n_gpus]
+
+
 def test_adaptive_policies_keep_to_the_precision_and_to_the_gpus(report: PlanReport) -> None:
     assert {plan.policy for plan in report.adaptive} == {"heuristic", "hill_climb"}
     assert all(plan.n_gpus <= report.plans[0].n_gpus for plan in report.adaptive)

@@ -342,7 +342,7 @@ def test_a_plan_begins_with_the_smallest_fleet_that_meets_with_90_and_then_names
     likely, line = answer(unsafe)
     assert likely.startswith("Rent 1 x h100 (")
     assert "likely (50 to 90% certain) to meet TTFT p99 <= 500 ms" in likely
-    assert line.startswith("No fleet tried is 90% certain: ")
+    assert line.startswith(f"No fleet tried (up to {max(p.n_gpus for p in unsafe.tried)} GPUs) is 90% certain: ")
     assert f"TTFT p99 {nearest:,.0f} ms" in line
     _, line = answer(replace(unsafe, tried=[plan]))
     assert "this one comes nearest" in line
@@ -356,8 +356,9 @@ def test_a_plan_begins_with_the_smallest_fleet_that_meets_with_90_and_then_names
 def test_a_plan_that_bounds_no_first_token_shows_how_long_it_takes() -> None:
     log, tables = gamma_log(1.0, 20.0, 400), registered_tables(["l40s-llama-3.1-8b"])
     found = make_plan(log, [parse_objective("tpot_p99=60")], tables, policies=())
-    (plan,) = found.plans
-    ((row,),) = plan_report(found).tables.values()
+    plan = found.recommended
+    assert plan is not None
+    ((row, *_),) = plan_report(found).tables.values()
     wait_ms = plan.figures["ttft_p99_ms"] * plan.errors["ttft"].p50
     assert row["TTFT p99 ms"] == wait_ms
     assert "in time" not in row

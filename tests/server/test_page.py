@@ -1158,7 +1158,9 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
     fleet = r"Rent 1 × A100 40 GB at USD 1\.20/h \(INT8, batch \d+, KV [\d.]+\): likely \(50 to 90% certain\) to meet"
     meets = r"TTFT p99 ≤ 500 ms and TPOT p50 ≤ 50 ms with llama-3\.1-8b\."
     expect(verdict).to_have_text(re.compile(f"^{fleet} {meets}$"), timeout=PATIENCE_MS)
-    expect(verdict.locator("+ p")).to_have_text(re.compile(r"^No fleet tried is 90% certain: .* A100 .* GB at USD "))
+    expect(verdict.locator("+ p")).to_have_text(
+        re.compile(r"^No fleet tried \(up to \d+ GPUs\) is 90% certain: .* A100 .* GB at USD ")
+    )
     rows = page.locator("#panel-plan table").first.locator("tbody tr")
     assert [text.split("\t")[-1] for text in rows.all_inner_texts()] == ["1.20", "1.80"]
     expect(rows.first).to_contain_text(re.compile(r"1 × A100 40 GBRecommended: INT8, batch \d+, KV [\d.]+"))
