@@ -112,7 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--closed",
         type=int,
-        default=0,
         metavar="N",
         help="closed loop: N clients, each with one request at a time (default: open loop, at the rate of --qps)",
     )
@@ -199,7 +198,7 @@ def _check(args: argparse.Namespace) -> None:
     from inferencegym.files import require_matplotlib, require_writable
     from simulator.load.requests import MAX_REQUESTS
 
-    limits = (("gpus", 1, 4096), ("prefill_replicas", 1, 4096), ("closed", 0, MAX_REQUESTS))
+    limits = (("gpus", 1, 4096), ("prefill_replicas", 1, 4096), ("closed", 1, MAX_REQUESTS))
     for name, low, high in limits:
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -279,7 +278,7 @@ def _server(args: argparse.Namespace, log: RequestLog | None, tables: ServingTab
         what = "simulating" if qps is None else f"simulating {qps:.3g} requests/s"
         with progress_line(what) as progress:
             return PlayedLoad(
-                *(action, requests, tables, args.router, args.gpus, args.prefill_replicas, args.closed),
+                *(action, requests, tables, args.router, args.gpus, args.prefill_replicas, args.closed or 0),
                 progress=partial(progress, what),
             )
 

@@ -74,6 +74,7 @@ def test_a_log_is_played_faster_in_a_sweep(tmp_path: Path, capsys: Capture) -> N
         (["--trace", "log.csv", "--output-cv", "0.55"], "--output-cv is for drawn requests"),
         (["--closed", "4", "--qps", "5"], "--qps does not go with --closed"),
         (["--sweep", "qps=1:4:2", "--qps", "5"], "--qps does not go with --sweep"),
+        (["--closed", "0"], "--closed=0 is not allowed: it must be from 1 to"),
     ],
 )
 def test_an_option_that_the_load_would_ignore_is_refused(capsys: Capture, options: list[str], told: str) -> None:
