@@ -405,6 +405,7 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
             name,
         )
     source.model = next(iter(models)) if len(models) == 1 else None
+    _refuse_without_outputs(source, table, rows)
     rows, blocks = _without_duplicates(source, table, rows, blocks)
     _note_oddities(source, table, rows)
     return _with_outputs(source, _with_classes(source, table, rows)), blocks
@@ -469,6 +470,18 @@ def _refuse_durations(source: Source, table: _Table, rows: pd.DataFrame) -> None
             f"{took} has no unit, and its median is {median:g}. Name the unit: "
             f"--columns arrival={name},duration={took}:ms",
             took,
+        )
+
+
+def _refuse_without_outputs(source: Source, table: _Table, rows: pd.DataFrame) -> None:
+    """Refuse a log in which no request has an output, unless all have failed: nothing says how long answers are."""
+    counted = rows["output"].notna()
+    if counted.any() and rows["unanswered"][counted].all():
+        name = table.columns.names["output"]
+        raise source.wrong(
+            f"no request has an output token: {name} is 0 in all rows. If another column has the output tokens, name "
+            "it: --columns output=COLUMN",
+            name,
         )
 
 

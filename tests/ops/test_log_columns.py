@@ -449,6 +449,14 @@ def test_several_models_are_no_one_load_and_a_filter_chooses_among_them(tmp_path
         import_log(path, only=["a"])
 
 
+def test_a_log_without_any_output_token_is_refused(tmp_path: Path) -> None:
+    columns = {"time": AFTER_S, "input_tokens": PROMPTS, "output_tokens": 0, "generated": OUTPUTS}
+    pd.DataFrame(columns).to_csv(tmp_path / "log.csv", index=False)
+    with pytest.raises(DataFormatError, match=r"output_tokens is 0 in all rows.*--columns output=COLUMN"):
+        import_log(tmp_path / "log.csv")
+    check(import_log(tmp_path / "log.csv", columns="output=generated"))
+
+
 def test_several_filters_hold_together(tmp_path: Path) -> None:
     models, paths = ["a", "b", "a"], ["/chat", "/chat", "/embed"]
     columns = {"time": AFTER_S, "input_tokens": PROMPTS, "output_tokens": OUTPUTS, "model": models, "path": paths}
