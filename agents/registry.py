@@ -91,6 +91,8 @@ def load_own_agents(specs: Iterable[str]) -> None:
     """
     for spec in specs:
         module_name, _, class_name = spec.partition(":")
+        if not class_name and (trained := Path(spec) / "policy.npz").is_file():
+            raise InvalidConfigError(f"agent {spec!r} is unknown: for the policy trained there name ppo:{trained}")
         if module_name in AGENTS or not class_name:
             continue  # a registered one, or an unknown name, which make_agent refuses
         module = _module(spec, module_name)

@@ -592,6 +592,14 @@ def test_the_evaluate_command_prints_json_with_every_seed(capsys: pytest.Capture
     assert result["agents"][0]["scores"] == expected
 
 
+def test_a_folder_that_training_wrote_is_answered_with_the_name_of_its_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "policy.npz").touch()
+    assert main(["evaluate", "--task", "1", "--agent", str(tmp_path)]) == 2
+    assert f"is unknown: for the policy trained there name ppo:{tmp_path / 'policy.npz'}" in capsys.readouterr().err
+
+
 def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--task", "1", "--agent", "vllm_defaults", "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
