@@ -200,7 +200,7 @@ def _baseline(text: str, tables: ServingTables, precision: str | None) -> dict[s
         if (instead := _VLLM_NAMES.get(name.lower().replace("-", "_"))) is not None:
             raise InvalidConfigError(f"--baseline: unknown field {name}: {instead}")
     if isinstance(tier := fixed.get("quant_tier"), str):
-        fixed["quant_tier"] = tables.tier_index(tier.upper())
+        fixed["quant_tier"] = tables.tier_index(tier)
     return fixed
 
 

@@ -67,6 +67,10 @@ def chosen_tables(
 
     if args.model and args.table:
         raise InvalidConfigError("--model does not go with --table, which is of one model: leave it out", "model")
+    if args.hardware and "," in args.hardware:
+        raise InvalidConfigError(
+            f"--hardware={short_text(args.hardware)} is not allowed: this command plays on one table", "hardware"
+        )
     path, hardware = args.table, [args.hardware] if args.hardware else None
     if path is None:
         try:

@@ -168,12 +168,13 @@ class ServingTables:
         return math.floor(pool_gb * 1e9 / float(self.meta["kv_bytes_per_token"]))
 
     def tier_index(self, name: str) -> int:
-        """The ``quant_tier`` of a precision by name; raises :class:`InvalidConfigError` listing the precisions."""
-        if name not in self.tiers:
+        """The ``quant_tier`` of a precision in any case; raises :class:`InvalidConfigError` listing the precisions."""
+        names = [tier.lower() for tier in self.tiers]
+        if name.lower() not in names:
             raise InvalidConfigError(
                 f"precision {short_repr(name)} is not one of {self.meta['hardware']}: {', '.join(self.tiers)}", "quant"
             )
-        return self.tiers.index(name)
+        return names.index(name.lower())
 
     def refuse_tier(self, tier: int) -> None:
         """Raise :class:`InvalidActionError` listing the table's precisions if there is no precision of this number."""

@@ -74,12 +74,18 @@ def test_a_log_is_played_faster_in_a_sweep(tmp_path: Path, capsys: Capture) -> N
         (["--trace", "log.csv", "--output-cv", "0.55"], "--output-cv is for drawn requests"),
         (["--closed", "4", "--qps", "5"], "--qps does not go with --closed"),
         (["--sweep", "qps=1:4:2", "--qps", "5"], "--qps does not go with --sweep"),
+        (["--hardware", "h100,l40s"], "--hardware=h100,l40s is not allowed: this command plays on one table"),
         (["--closed", "0"], "--closed=0 is not allowed: it must be from 1 to"),
     ],
 )
 def test_an_option_that_the_load_would_ignore_is_refused(capsys: Capture, options: list[str], told: str) -> None:
     assert main(["simulate", *options]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_precision_is_known_in_any_case(capsys: Capture) -> None:
+    options = ["--hardware", "h100", "--model", "llama-3.1-8b", "--requests", "20", "--json", "--quant"]
+    assert said(capsys, *options, "fp8") == said(capsys, *options, "FP8")
 
 
 @pytest.mark.parametrize("load", [["--qps", "6"], ["--qps", "60"], ["--closed", "40"]])
