@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -128,7 +129,9 @@ class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
 
     def close_extras(self, **kwargs: Any) -> None:
         """End the session on the server and close the connection."""
-        self._client.close()
+        # Gymnasium calls this when it deletes an open environment; an interpreter that ends cannot send any more.
+        if not sys.is_finalizing():
+            self._client.close()
 
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
         if rows is not None and not rows.all():

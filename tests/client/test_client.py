@@ -323,6 +323,13 @@ def test_an_action_of_openenv_is_played_over_http_too(client: InferenceGymHTTP) 
     assert client.step(InferenceGymAction(batch_size=96)) == local.step({"batch_size": 96})
 
 
+def test_a_program_that_ends_with_an_open_environment_prints_nothing(server: RunningServer) -> None:
+    made = f"env = HTTPVectorEnv({server.url!r}, 2); env.reset(seed=0)"
+    program = f"from inferencegym.gym import HTTPVectorEnv; {made}; env.again = env"  # as wrappers and trainers refer
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert ended.stderr == ""
+
+
 def test_a_client_id_is_sent_by_every_client(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
 
