@@ -142,7 +142,8 @@ def test_the_chart_shows_every_fleet_beside_the_objectives_with_axes_that_name_t
 
 
 def test_more_traffic_needs_more_gpus(report: PlanReport) -> None:
-    plan = report.plans[0]
+    plan = report.recommended
+    assert plan is not None
     assert [row["traffic"] for row in report.growth] == [1.5, 2.0]
     needed = [plan.n_gpus, *(row["gpus_needed"] for row in report.growth)]
     assert needed == sorted(needed)
