@@ -65,7 +65,7 @@ export class LogBox extends DropBox {
 const LOOKS = [
   ["arrival", "Arrival time", [/arriv|start|time|date|when/i, /^ts|created|received/i]],
   ["prompt", "Prompt tokens", [/prompt|input|context/i, /in.?tok|tok.*in|^in/i]],
-  ["output", "Output tokens", [/output|complet|generat|response/i, /out.?tok|tok.*out|^out|^gen/i]],
+  ["output", "Output tokens", [/output|completion|generated|response/i, /out.?tok|tok.*out|^out|^gen/i]],
 ];
 
 const IN_THE_FORM = [
