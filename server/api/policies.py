@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Annotated, Any, Final
 
 from fastapi import Query
@@ -73,9 +73,14 @@ class PolicyRoutes(Routes):
             raise InvalidRequestError("config.hold", config["hold"], "1: built-in policies act every second")
         seed = DEFAULT_SEED if body.seed is None else body.seed
         is_kept = (config.get("episode_length") or 0) <= CACHED_STEPS and not body.log and not body.actions
-        play_once = played if is_kept else played.__wrapped__
-        chosen = (family, body.agent, task_id, seed, tuple(sorted(config.items())), tuple(body.actions))
-        play = partial(play_once, *chosen, body.log, body.brief)
+        chosen = (family, body.agent, task_id, seed, tuple(sorted(config.items())))
+
+        def play() -> bytes:
+            if is_kept:
+                return played(*chosen)[body.brief]
+            episode = play_episode(*chosen, body.actions, body.log)
+            return to_gzip(shortened(episode) if body.brief else episode)
+
         async with charged() as work, self._turn:
             episode = await asyncio.to_thread(work.timed, play)
         return await gzipped(request, episode)
@@ -92,25 +97,37 @@ class PolicyRoutes(Routes):
 
 @lru_cache(CACHED_EPISODES)
 def played(
+    family: Family, agent: str, task_id: TaskId, seed: int, config: tuple[tuple[str, Any], ...]
+) -> tuple[bytes, bytes]:
+    """A policy's episode (:func:`play_episode`) as gzipped JSON, whole and brief."""
+    episode = play_episode(family, agent, task_id, seed, config)
+    return to_gzip(episode), to_gzip(shortened(episode))
+
+
+def shortened(episode: Mapping[str, Any]) -> dict[str, Any]:
+    """An episode without the columns that a brief one has not."""
+    return {name: column for name, column in episode.items() if name not in LEFT_OUT}
+
+
+def play_episode(
     family: Family,
     agent: str,
     task_id: TaskId,
     seed: int,
     config: tuple[tuple[str, Any], ...],
-    actions: tuple[Any, ...],
-    log: bool,
-    brief: bool,
-) -> bytes:
-    """A policy's whole episode as gzipped JSON: its columns, one value per step, and its grade.
+    actions: Sequence[Any] = (),
+    log: bool = False,
+) -> dict[str, Any]:
+    """A policy's episode, after these actions: its columns, one value per step, and its grade; ``log`` adds the log.
 
-    ``log`` adds the log. Raises UnknownPolicyError for a policy that is not stored for the task.
+    Raises UnknownPolicyError for a policy that is not stored for the task.
     """
     try:
         env, seen, phases, scores = run_policy(family, agent, task_id, seed, dict(config), actions)
     except InvalidConfigError as error:
         raise UnknownPolicyError(f"there is no policy {agent!r} for task {task_id!r}: {error}") from error
     entries = env.episode_log
-    episode = {
+    return {
         "task_id": env.task_id,
         "seed": seed,
         "agent": agent,
@@ -126,7 +143,6 @@ def played(
         **family.grade(env.task_id, entries),
         **({"episode_log": entries} if log else {}),
     }
-    return to_gzip({name: column for name, column in episode.items() if not brief or name not in LEFT_OUT})
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
