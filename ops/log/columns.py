@@ -49,18 +49,16 @@ class Clock:
     """
 
     def __init__(self, unit: str | None = None, name: str = "") -> None:
-        self._unit = unit
-        self._settled = self.assumed = False
+        self._unit, self.form, self.assumed = unit, "", False
         if unit is None and (found := _UNIT_SUFFIX.search(name.lower())) is not None:
             self._unit = found[1] if found[1] in UNITS else "s"
-        self.form = "" if self._unit is None else f"in {self._unit}"
 
     def seconds(self, column: pd.Series, source: Source, name: str) -> FloatArray:
         """Times (s)."""
         if isinstance(column.dtype, pd.DatetimeTZDtype) or column.dtype.kind == "M":
             self.form = "timestamp"
             return self._of_dates(column, pd.to_datetime(column, utc=True), source, name)
-        if not self._settled:
+        if not self.form:
             self._settle(column)
         if self._unit is None:
             # One format for all lines, so that a day is never taken for a month on only some of them.
@@ -71,14 +69,15 @@ class Clock:
         return numbers(column, source, name, 0.0, MAX_NUMBER * per_second) / per_second
 
     def _settle(self, column: pd.Series) -> None:
-        self._settled = True
         known = column.dropna()
         first = known.iloc[0] if len(known) else 0
         number = numbers_or_nan(known.iloc[:1])[0] if len(known) else 0.0
         if isinstance(first, str) and np.isnan(number) and (self._unit is None or _DATE.match(first.strip())):
             self._unit = None  # a date needs no unit
             self.form = "ISO 8601" if "/" not in first.partition(":")[0] else "time of a web server's log"
-        if self.form:
+            return
+        if self._unit is not None:
+            self.form = f"in {self._unit}"
             return
         self._unit, self.form, self.assumed = "s", "in s", True
         for least, unit in _EPOCHS:
