@@ -302,8 +302,7 @@ def make_plan(
             card.too_slow = bool(_missed(objectives, plans))
     side_by_side(search, searches)
     found = sorted((c for c in searches if c.best is not None), key=lambda card: card.price(card.best))
-    for card in found:
-        card.search_certain()
+    side_by_side(_Card.search_certain, found)
     certain = sorted((c for c in found if c.certain is not None), key=lambda card: card.price(card.certain))
     growth: list[dict[str, Any]] = []
     adaptive: list[Plan] = []
