@@ -85,7 +85,7 @@ export class Coach {
     if (this.advice.firstChild?.textContent !== advice) fill(this.advice, advice, skippable && advice ? this.skipLink : null);
   }
 
-  /** For how many seconds an announced surge goes on, as `left`, or in how many the `next` one comes; neither if there is none. */
+  /** Seconds that an announced surge still lasts, as `left`, or until the `next` one comes; neither if there is none. */
   surge() {
     const { mine, task: { floods: known }, length } = this.race, played = mine.reward.length;
     if (!known) return {};

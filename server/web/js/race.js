@@ -13,7 +13,7 @@ import { keep, takeKept } from "./kept.js";
 import { FOLLOWED, SHARED, SKIPPING, SPEEDS, YOU, player, presetSpeed } from "./players.js";
 import { showResult } from "./result.js";
 import { append, columnsOf, first, newRun, oldRun, rows } from "./runs.js";
-import { LATE, LEAST, explained, rewarded } from "./score.js";
+import { LATE, LEAST, duelRow, explained, rewarded } from "./score.js";
 import { MAX_SEED, isSeed, seedOf, today } from "./seeds.js";
 
 const PACE_SECONDS = 10; // over which the speed that the connection allows is taken
@@ -207,7 +207,7 @@ class Race {
       this.counted = episode.breakdown;
       this.scale = `What counts: ${rewarded(episode.breakdown)}.`;
       this.showTarget();
-      // The race can start; everybody's whole episodes follow, one after the other: a slow connection has room for the race.
+      // The race can start. Whole episodes of the policies follow one after the other, so that a slow connection can race meanwhile.
       this.loaded = inTurn(everyone, play);
       this.replayed = shared && this.replay(this.target.episode, shared, generation);
       this.startButton.disabled = false;
@@ -310,11 +310,7 @@ class Race {
     const { label, called, episode, colour } = this.target;
     this.nameTarget();
     this.isUntouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
-    const row = (player) => {
-      const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
-      return { bar, value, nodes: [el("span", { class: `chip ink-${player.colour}`, text: player.label }), bar, value] };
-    };
-    this.rows = [row(YOU), row({ label, colour })];
+    this.rows = [YOU, { label, colour }].map(duelRow);
     fill(this.versus, ...this.rows.flatMap(({ nodes }) => nodes));
     this.scoreChart?.destroy();
     this.scoreChart = new TimeChart({ title: "Score so far", series: [YOU, { ...this.target, width: 2 }], height: matchMedia("(max-width: 560px)").matches ? 100 : 240, limits: episode.score === undefined ? [] : [{ value: episode.score, label: "to beat" }] });

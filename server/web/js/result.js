@@ -8,15 +8,14 @@ import { handed } from "./kept.js";
 import { titleOf } from "./knobs.js";
 import { SEEKING, SHARED, YOU } from "./players.js";
 import { logOf } from "./runs.js";
-import { LEAST, mostLost, overloads, placeOf, scoreBoard } from "./score.js";
+import { LEAST, mostLost, overloads, placeOf, scoreBoard, verdictOn } from "./score.js";
 
 const WORTH_TELLING_S = 5; // an overload
 
 /** Show the visitor's `grade` in `race`; `link` are the parameters of an address with the visitor's run. Returns the verdict. */
 export function showResult(race, grade, link) {
-  const { called, episode } = race.target, score = shownScore(grade.score), toBeat = shownScore(episode.score), won = Number(score) > Number(toBeat), level = score === toBeat;
+  const { score, won, level, verdict } = verdictOn(grade.score, race.target.episode.score, race.target.called);
   const places = [{ ...YOU, ...grade }, ...race.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
-  const verdict = level ? `Level with ${called}.` : won ? `You beat ${called}: ${toBeat}.` : `Not yet: ${called} has ${toBeat}.`;
   const advice = el("p", { text: SEEKING });
   advise(race, grade, advice).catch(() => fill(advice)); // what cannot be checked is not advised
   race.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : level ? "level" : ""}`;

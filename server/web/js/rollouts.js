@@ -7,7 +7,7 @@ import { announce, challenge, el, field, fill, problem, select } from "./dom.js"
 import { changes, compact, counted, mean, percent, score as shownScore, squares } from "./format.js";
 import { keep, takeKept } from "./kept.js";
 import { FOLLOWED, SEEKING, SHARED, SKIPPING, SPEEDS, YOU, player, presetSpeed } from "./players.js";
-import { placeOf, scoreBoard } from "./score.js";
+import { duelRow, placeOf, scoreBoard, verdictOn } from "./score.js";
 import { MAX_SEED, isSeed, seedOf } from "./seeds.js";
 import { FULL, ROOM, computedPerToken, curves, fitting, hitRate, misfits, packCaps, unpackCaps, why } from "./sessions.js";
 
@@ -196,11 +196,7 @@ class Rollouts {
     fill(this.goal, el("span", { class: "point", text: this.hasUsers ? `Answer the users in time, and let ${sessions} agents work.` : `Finish ${sessions} agent sessions, fast.` }),
       " Beat ", el("strong", { class: `ink-${target.colour}`, text: shownScore(target.score) }), el("small", { text: " (score from 0 to 1)" }));
     this.about.textContent = "Each turn makes an agent's conversation longer. What does not fit into the KV cache (the GPU memory that holds the conversations) is thrown out and computed again. Cap the sessions in flight: too few leave the engine idle, too many evict each other.";
-    const row = ({ label, colour }) => {
-      const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
-      return { bar, value, nodes: [el("span", { class: `chip ink-${colour}`, text: label }), bar, value] };
-    };
-    this.rows = series.map(row);
+    this.rows = series.map(duelRow);
     fill(this.versus, ...this.rows.flatMap(({ nodes }) => nodes));
     this.scoreChart?.destroy();
     this.scoreChart = new TimeChart({ title: "Score so far", series, height: matchMedia(PHONE).matches ? 100 : 170, limits: [{ value: target.score, label: "to beat" }] });
@@ -445,12 +441,12 @@ class Rollouts {
     if (generation !== this.generation || !this.rivals) return;
     this.setPhase("over");
     this.draw();
-    const score = shownScore(mine.score), toBeat = shownScore(target.score), won = Number(score) > Number(toBeat), level = score === toBeat;
+    const { score, toBeat, won, level, verdict } = verdictOn(mine.score, target.score, target.called);
     const params = { ...(task === this.tasks[0] ? {} : { task: task.task_id }), ...(this.seed === SEED ? {} : { seed: this.seed }), beat: score, you: packCaps(mine.caps) };
     this.write(params);
     const breakdown = ({ columns }) => ({ hit_rate: hitRate(columns), tokens_computed_twice: Math.round(curves(columns, this.least, this.hasUsers).twice.at(-1)), seconds: columns.time_s.length });
     const places = [{ ...YOU, ...mine }, ...(this.shared ? [target] : []), ...this.rivals].map((row) => ({ ...row, breakdown: breakdown(row) })).sort((a, b) => b.score - a.score);
-    const verdict = level ? `Level with ${target.called}.` : won ? `You beat ${target.called}: ${toBeat}.` : `Not yet: ${target.called} has ${toBeat}.`, advice = el("p", { text: SEEKING });
+    const advice = el("p", { text: SEEKING });
     this.result.className = `result ${won ? "won" : level ? "level" : ""}`;
     fill(this.result, el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
       el("p", { text: `Place ${placeOf(mine, places)} of ${places.length}. ${why(mine, won || level ? this.best : target)}` }), advice);

@@ -115,3 +115,15 @@ function barCell(value, colour, strong = false) {
   const bar = el("meter", { min: 0, max: 1, value: share, class: `ink-${colour}`, "aria-hidden": "true" });
   return el("td", { class: strong ? "strong" : "" }, el("span", { text: score(value) }), bar);
 }
+
+/** A row of a duel: a name, a bar and a value, of which the last two follow the score. */
+export function duelRow({ label, colour }) {
+  const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
+  return { bar, value, nodes: [el("span", { class: `chip ink-${colour}`, text: label }), bar, value] };
+}
+
+/** How a score compares with that of the player `called` so, with the digits that are shown. */
+export function verdictOn(mine, theirs, called) {
+  const [shown, toBeat] = [score(mine), score(theirs)], level = shown === toBeat, won = Number(shown) > Number(toBeat);
+  return { score: shown, toBeat, level, won, verdict: level ? `Level with ${called}.` : won ? `You beat ${called}: ${toBeat}.` : `Not yet: ${called} has ${toBeat}.` };
+}

@@ -41,7 +41,7 @@ function totals(column) {
   return column.map((value) => (total += value));
 }
 
-/** How many sessions would fill the KV cache, if their conversations were as long as they are now; undefined while there are none. */
+/** Sessions that fill the KV cache at the present length of the conversations; undefined if there are none. */
 export function fitting({ context_share: shares, sessions_in_flight: flying, interactive_in_flight: users }, i = shares.length - 1) {
   const inFlight = flying[i] + users[i];
   return shares[i] > 0 ? Math.max(1, Math.floor(inFlight / shares[i] - users[i])) : undefined;
