@@ -15,7 +15,6 @@ from itertools import product
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agents.policies.capacity import CapacityPlanner, Setting
 from agents.protocol import Agent, FloatArray, knobs_of
@@ -298,8 +297,9 @@ class PolicyOutcome:
     per second of the log. ``n_gpus`` is the largest number of GPUs in use, with all cards of each replica,
     ``n_replicas`` the size of the fleet, ``gpu_seconds`` the GPU time used. ``requests_per_replica`` is how many
     requests a replica decodes at a time, averaged over its decoding requests, so that bursts count by their requests.
-    ``figures`` has all statistics that objectives bound (``ops.objectives``), ``windows`` these and ``share_in_time``
-    of the requests that arrive in each five minutes, ``action`` the setting of a constant.
+    ``figures`` has all statistics that objectives bound (``ops.objectives``), ``windows`` these of the requests that
+    arrive in each five minutes, ``lateness`` their times to first token as shares of the objective (NaN if never
+    answered), ``action`` the setting of a constant.
     ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` is the share of
     seconds at each level of support by measurements.
     """
@@ -328,8 +328,13 @@ class PolicyOutcome:
     support: dict[str, float]
     figures: dict[str, float]
     windows: list[dict[str, float]] = field(repr=False)
+    lateness: list[FloatArray] = field(repr=False, compare=False)
     timeline: dict[str, list[float]] = field(repr=False)
     action: dict[str, Any] | None = None
+
+    def share_in_time(self, ttft_ratio: float) -> float:
+        """Share of requests whose first token is in time if TTFT is ``ttft_ratio`` times the simulated one."""
+        return share_within(np.concatenate(self.lateness), ttft_ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +350,11 @@ class Run:
     best_tps: float
     cost: float
     asked_apart: bool
+
+
+def share_within(lateness: FloatArray, ttft_ratio: float) -> float:
+    """Share of requests in time, by :attr:`PolicyOutcome.lateness`, with TTFT times ``ttft_ratio``."""
+    return float((lateness * ttft_ratio <= 1.0).mean())
 
 
 def noise(missed: float, other: float, requests: int) -> float:
@@ -495,8 +505,11 @@ def _outcome(
     values = {"ttft": requests.ttft_ms(), "tpot": requests.tpot_ms(), "e2e": requests.e2e_ms()}
     figures = _figures(values, gaps[-1])
     n_requests = len(class_index)
+    window, gaps_in = requests.arrival_s // WINDOW_S, np.diff(gaps, axis=0, prepend=0)
+    inside = {int(each): window == each for each in np.unique(window)}
     # A request that was never answered has no TTFT and is not in time.
-    in_time = values["ttft"] <= stats.slo_ms[class_index]
+    lateness = values["ttft"] / stats.slo_ms[class_index]
+    in_time = lateness <= 1.0
     tokens = float(metrics["tokens_per_sec"].sum())
     gpu_seconds = float(gpus.sum())
     span_s = max(1.0, float(len(metrics["admitted"]) - DRAIN_S))
@@ -525,7 +538,8 @@ def _outcome(
         peak_memory_gb=float(metrics["gpu_memory_gb"].max()),
         slo_miss_by_class={c: 1.0 - float(in_time[class_index == i].mean()) for i, c in enumerate(stats.names)},
         figures=figures,
-        windows=_windows(requests.arrival_s, values, np.diff(gaps, axis=0, prepend=0), in_time),
+        windows=[_figures({k: v[part] for k, v in values.items()}, gaps_in[each]) for each, part in inside.items()],
+        lateness=[lateness[part] for part in inside.values()],
         support=levels_of(fleet.params.tables, actions, decoding),
         timeline=timeline,
     )
@@ -551,22 +565,6 @@ def gap_statistics(gaps: IntArray, without: float = math.nan) -> dict[str, float
         f"itl_{name}_ms": float(GAP_MS[np.searchsorted(counted, q * counted[-1])]) for name, q in QUANTILES.items()
     }
     return {**found, "itl_mean_ms": float(gaps @ GAP_MS) / int(counted[-1])}
-
-
-def _windows(
-    arrival_s: FloatArray, values: Mapping[str, FloatArray], gaps: IntArray, in_time: NDArray[np.bool_]
-) -> list[dict[str, float]]:
-    """Figures of the requests that arrive in each window of :data:`WINDOW_S`; windows without requests are left out.
-
-    ``gaps`` (windows, lengths) are those between outputs in the window, whichever requests they belong to.
-    """
-    window = arrival_s // WINDOW_S
-    found = []
-    for each in np.unique(window):
-        inside = window == each
-        figures = _figures({quantity: of_requests[inside] for quantity, of_requests in values.items()}, gaps[int(each)])
-        found.append({**figures, "share_in_time": float(in_time[inside].mean())})
-    return found
 
 
 def _timeline(metrics: dict[str, FloatArray], actions: FloatArray) -> dict[str, list[float]]:

@@ -46,6 +46,7 @@ from ops.capacity import (
     play_policy,
     refused,
     screen,
+    share_within,
     side_by_side,
     too_few,
 )
@@ -115,8 +116,9 @@ class Plan:
     ran out of memory. Where objectives are judged by window, ``windows_met`` is the share of the windows that hold, and
     ``margin`` the one that the required share of the windows keep; otherwise ``windows_met`` is None.
     ``verdict`` is ``"likely"`` then, or ``"meets with 90%"`` if figures times the 90% bound are within the limits
-    too and there are :data:`ops.capacity.LEAST_REQUESTS`; otherwise ``"not"``. Requests longer than the KV pool, which
-    an engine refuses, are not in time. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica
+    too and there are :data:`ops.capacity.LEAST_REQUESTS`; otherwise ``"not"``. ``share_in_time`` multiplies TTFT by the
+    median, too; requests longer than the KV pool, which an engine refuses, are not in time. ``figures`` are as
+    simulated. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica
     has ``tensor_parallel`` GPUs, and so has each of ``prefill_replicas``, which only prefill (0: replicas prefill
     themselves). ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during
     which the GPUs are held. Costs are None without prices. ``server_busy`` is the share of the played time in
@@ -712,7 +714,8 @@ class _Card:
             return []
         return autoscaled(
             *(on_replicas(self._played, self.best.n_replicas), self._tables, action_of(self.best)),
-            late=1.0 - self.best.share_in_time,
+            in_time=self.best.share_in_time,
+            ttft_ratio=lambda o: self._errors(o)["ttft"].p50,
             meets=lambda o: self._plan(o.policy, o, None).meets,
             router=self._router,
         )
@@ -726,11 +729,7 @@ class _Card:
         return play_constant(action, task, self._tables, self._router, shared)
 
     def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
-        in_time = 1.0 - outcome.slo_miss_share
-        band = band_of(outcome.requests_per_replica)
-        quantities = dict.fromkeys([*ALWAYS, *(o.quantity for o in self._objectives)])
-        own = {} if TIER in self._tables.tiers else model_ratios(self._model, self._card, band)
-        errors = {quantity: ratio(quantity, self._card, band).at_least(own.get(quantity)) for quantity in quantities}
+        errors = self._errors(outcome)
         left, holding = self._judged(outcome, {quantity: error.p50 for quantity, error in errors.items()})
         _, at_90 = self._judged(outcome, {quantity: error.p90 for quantity, error in errors.items()})
         least = 1.0 if self._windows_met is None else self._windows_met
@@ -754,9 +753,9 @@ class _Card:
             meets=meets,
             verdict=NOT if not meets else WITH_90 if at_90 >= least and not too_few(offered) else LIKELY,
             margin=left,
-            band=band,
+            band=band_of(outcome.requests_per_replica),
             errors=errors,
-            share_in_time=in_time,
+            share_in_time=outcome.share_in_time(errors["ttft"].p50),
             windows_met=None if self._windows_met is None else holding,
             figures=outcome.figures,
             tokens_per_s=tokens_per_s,
@@ -768,15 +767,21 @@ class _Card:
             server_busy=outcome.tokens_per_s / outcome.n_replicas * self._token_ms / 1e3,
         )
 
+    def _errors(self, outcome: PolicyOutcome) -> dict[str, Ratio]:
+        """Errors of measured runs at the load of an outcome, by quantity."""
+        band = band_of(outcome.requests_per_replica)
+        quantities = dict.fromkeys([*ALWAYS, *(o.quantity for o in self._objectives)])
+        own = {} if TIER in self._tables.tiers else model_ratios(self._model, self._card, band)
+        return {quantity: ratio(quantity, self._card, band).at_least(own.get(quantity)) for quantity in quantities}
+
     def _judged(self, outcome: PolicyOutcome, factors: Mapping[str, float]) -> tuple[float, float]:
-        """Margin and share of the windows that hold, with figures times ``factors``; the whole log is one window."""
-        windows = [{**outcome.figures, "share_in_time": 1.0 - outcome.slo_miss_share}]
-        windows = windows if self._windows_met is None else outcome.windows
+        """Margin and share of the windows that hold, with latencies times ``factors``; the whole log is one window."""
+        by_window = self._windows_met is not None
+        windows = outcome.windows if by_window else [outcome.figures]
+        lateness = outcome.lateness if by_window else [np.concatenate(outcome.lateness)]
         margins = [margin(self._objectives, window, factors) for window in windows]
-        held = [
-            left >= 0.0 and window["share_in_time"] >= self._required
-            for left, window in zip(margins, windows, strict=True)
-        ]
+        shares = [share_within(late, factors["ttft"]) for late in lateness]
+        held = [left >= 0.0 and share >= self._required for left, share in zip(margins, shares, strict=True)]
         kept = math.ceil((self._windows_met or 1.0) * len(windows) - 1e-9)
         return sorted(margins, reverse=True)[kept - 1], sum(held) / len(windows)
 

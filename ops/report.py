@@ -363,9 +363,9 @@ def cautions(report: PlanReport) -> list[str]:
 def details(report: PlanReport) -> list[str]:
     """How the plan was found, what was left out and why, and its terms."""
     found = [
-        "Latencies are simulated, request by request, times the median of measured / simulated in benchmark runs. "
-        "likely: these meet the objectives; meets with 90%: they do at the ratio that 90% of the runs stayed below. "
-        "margin: distance of the nearest latency from its limit, as a share of it.",
+        "Latencies (also for the share in time) are simulated, request by request, times the median of measured / "
+        "simulated in benchmark runs. likely: these meet the objectives; meets with 90%: they do at the ratio "
+        "that 90% of the runs stayed below. margin: distance of the nearest latency from its limit, as a share of it.",
         "TTFT: time to first token. TPOT: time per output token after it. p99: 99% of the requests are faster. KV 0.9: "
         "share of the GPU memory beside the weights for the KV cache. Batch: most requests at a time on a replica.",
         *_error_lines(report),
@@ -382,7 +382,9 @@ def details(report: PlanReport) -> list[str]:
             "times, and seconds with that many requests count as extrapolated."
         )
     if report.unmet:
-        told = [f"{p.hardware} ({p.n_gpus} GPUs: {p.share_in_time:.2%} in time, {_margin(p)})" for p in report.unmet]
+        told = [
+            f"{p.hardware} ({p.n_gpus} GPUs: {p.share_in_time:.2%} in time, margin {_margin(p)})" for p in report.unmet
+        ]
         found.append(f"No setting meets the objectives, and more GPUs hardly help, on {', '.join(told)}.")
     if report.left_out:
         found.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in report.left_out.items()) + ".")
@@ -710,7 +712,7 @@ def _scaling_rows(found: Sequence[scaling.Autoscaled]) -> Rows:
             "saved": f"{each.saved_share:.0%}",
             "in time": f"{each.share_in_time:.2%}",
             "more late": f"{each.late_more:+.2%}",
-            "TTFT p99": f"{each.figures['ttft_p99_ms']:,.0f}",
+            "TTFT p99 ms": f"{each.ttft_p99_ms:,.0f}",
         }
         for each in found
         if each.meets and each.saved_share >= scaling.LEAST_SAVED

@@ -47,8 +47,9 @@ class Autoscaled:
     ``target`` is the target load of a replica, as a share of its load in the busiest minute. ``saved_share`` is the
     share of GPU-seconds saved compared with ``max_replicas`` throughout, ``late_more`` the increase in the share of
     requests that miss their objective, ``meets`` whether the requirement still holds. ``replicas`` are the replicas
-    requested at the seconds ``t_s``; a new one serves after ``start_s``. ``figures`` has all statistics that objectives
-    bound (``ops.objectives``).
+    requested at the seconds ``t_s``; a new one serves after ``start_s``. For a plan, ``share_in_time``, ``late_more``
+    and ``ttft_p99_ms`` allow for the median error of measured runs; ``figures`` has all statistics that objectives
+    bound (``ops.objectives``), as simulated.
     """
 
     policy: str
@@ -61,6 +62,7 @@ class Autoscaled:
     share_in_time: float
     late_more: float
     meets: bool
+    ttft_p99_ms: float
     figures: dict[str, float]
     t_s: list[float] = field(repr=False)
     replicas: list[float] = field(repr=False)
@@ -70,15 +72,16 @@ def autoscaled(
     task: TaskSpec,
     tables: ServingTables,
     action: ServeAction,
-    late: float,
+    in_time: float,
+    ttft_ratio: Callable[[PolicyOutcome], float] = lambda outcome: 1.0,
     meets: Callable[[PolicyOutcome], bool] | None = None,
     router: Router = "shared",
 ) -> list[Autoscaled]:
     """Play autoscalers on a task made from a log; its replicas are the maximum.
 
-    ``late`` is the share of requests that miss their objective under ``action`` with all replicas. ``meets`` judges
-    outcomes (default: at most the share :data:`MAY_MISS` of the requests is late in addition). With a single replica
-    there is nothing to scale, and the list is empty.
+    ``in_time`` is the share of requests in time under ``action`` with all replicas. ``ttft_ratio`` multiplies the
+    simulated TTFT of an outcome. ``meets`` judges outcomes (default: at most the share :data:`MAY_MISS` of the requests
+    is late in addition). With a single replica there is nothing to scale, and the list is empty.
     """
     most = task.fleet.n_replicas
     if most == 1:
@@ -95,7 +98,9 @@ def autoscaled(
             else PlannerAgent(scaling, [PLANNER.model_copy(update={"target": target})], replica=replica)
         )
         outcome = play_policy(name, agent, scaling, tables, NEUTRAL, router).outcome
-        late_more = outcome.slo_miss_share - late
+        error = ttft_ratio(outcome)
+        share_in_time = outcome.share_in_time(error)
+        late_more = in_time - share_in_time
         return Autoscaled(
             policy=name,
             target=target,
@@ -104,9 +109,10 @@ def autoscaled(
             start_s=replica.start_s,
             gpu_seconds=outcome.gpu_seconds,
             saved_share=1.0 - outcome.gpu_seconds / gpu_seconds,
-            share_in_time=1.0 - outcome.slo_miss_share,
+            share_in_time=share_in_time,
             late_more=late_more,
             meets=late_more <= MAY_MISS if meets is None else meets(outcome),
+            ttft_p99_ms=outcome.ttft_p99_ms * error,
             figures=outcome.figures,
             t_s=outcome.timeline["t_s"],
             replicas=outcome.timeline["replicas"],

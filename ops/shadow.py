@@ -145,8 +145,11 @@ class ShadowReport:
         """JSON form; ``best`` names the policy of :meth:`best`, ``undecided`` says why it is not recommended."""
         gains = {o.policy: self.gain(o, self.outcomes[1]) for o in self.outcomes}
         costs = {o.policy: self.cost(o) for o in self.outcomes}
+        told = asdict(self)
+        for outcome in told["outcomes"]:
+            del outcome["lateness"]
         return {
-            **asdict(self),
+            **told,
             "objectives": list(map(str, self.objectives)),
             "best": self.best().policy,
             "undecided": self.undecided(),
@@ -298,7 +301,7 @@ class Field:
 
     def autoscaled(self, constant: Run, action: ServeAction) -> list[Autoscaled]:
         """Play a constant setting under autoscalers."""
-        return autoscaled(self._task(action), self._tables, action, constant.outcome.slo_miss_share)
+        return autoscaled(self._task(action), self._tables, action, 1.0 - constant.outcome.slo_miss_share)
 
     def _task(self, action: ServeAction) -> TaskSpec:
         task = self._apart if action.prefill_disagg else self._together
