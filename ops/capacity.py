@@ -362,12 +362,26 @@ def noise(missed: float, other: float, requests: int) -> float:
     return NOISE_DEVIATIONS * math.sqrt((missed * (1.0 - missed) + other * (1.0 - other)) / requests)
 
 
-def too_few(requests: float) -> str | None:
-    """Why nothing is recommended on a log of so few requests; None if they are enough."""
-    if requests >= LEAST_REQUESTS:
-        return None
-    counted = f"{requests:g} request{'' if requests == 1 else 's'}"
-    return f"No recommendation: the log has {counted}. Use a log of at least {LEAST_REQUESTS}."
+def too_little(log: Mapping[str, Any]) -> str | None:
+    """Why nothing is recommended on a log with this summary (:func:`log_summary`); None if it suffices."""
+    requests = log["requests"]
+    if requests < LEAST_REQUESTS:
+        counted = f"{requests:g} request{'' if requests == 1 else 's'}"
+        return f"No recommendation: the log has {counted}. Use a log of at least {LEAST_REQUESTS}."
+    if log["span_s"] <= 1.0:
+        return (
+            f"No recommendation: all {requests:,} requests of the log arrive within one second, so it does not show "
+            "the load over time. Use a log with the arrival time of each request."
+        )
+    return None
+
+
+def least_for_90(share: float) -> int:
+    """Fewest requests with which this percentile (a share) can be known with 90% certainty.
+
+    With fewer even the slowest request is faster than the percentile in more than 10% of such logs.
+    """
+    return max(LEAST_REQUESTS, math.ceil(math.log(0.1) / math.log(share)) if share else 0)
 
 
 def most_running(tables: ServingTables) -> int:

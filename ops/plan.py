@@ -36,6 +36,7 @@ from ops.capacity import (
     fleet_for,
     grid,
     impossible,
+    least_for_90,
     log_summary,
     log_task,
     longest_request,
@@ -48,7 +49,7 @@ from ops.capacity import (
     screen,
     share_within,
     side_by_side,
-    too_few,
+    too_little,
 )
 from ops.fidelity import model_ratios
 from ops.margins import LIKELY, LOADS, NOT, WITH_90, Ratio, band_of, ratio
@@ -116,10 +117,10 @@ class Plan:
     ran out of memory. Where objectives are judged by window, ``windows_met`` is the share of the windows that hold, and
     ``margin`` the one that the required share of the windows keep; otherwise ``windows_met`` is None.
     ``verdict`` is ``"likely"`` then, or ``"meets with 90%"`` if figures times the 90% bound are within the limits
-    too and there are :data:`ops.capacity.LEAST_REQUESTS`; otherwise ``"not"``. ``share_in_time`` multiplies TTFT by the
-    median, too; requests longer than the KV pool, which an engine refuses, are not in time. ``figures`` are as
-    simulated. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica
-    has ``tensor_parallel`` GPUs, and so has each of ``prefill_replicas``, which only prefill (0: replicas prefill
+    too and the log has enough requests (:func:`ops.capacity.least_for_90`); otherwise ``"not"``. ``figures`` are as
+    simulated, ``share_in_time`` counts with TTFT times the median; requests longer than the KV pool, which an engine
+    refuses, are not in time. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica has
+    ``tensor_parallel`` GPUs, and so has each of ``prefill_replicas``, which only prefill (0: replicas prefill
     themselves). ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during
     which the GPUs are held. Costs are None without prices. ``server_busy`` is the share of the played time in
     which a replica's API server sends output tokens.
@@ -173,7 +174,8 @@ class PlanReport:
     plan and on fewer. On the fewest GPUs that suffice for a policy, it serves the share ``adapting_gain`` more of the
     requests in time than the best constant there, of which chance may explain ``adapting_noise``. ``autoscaling`` is
     the first plan under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched,
-    with the reason; ``windows_met`` is the share of five-minute windows in which the objectives must hold, None if they
+    with the reason; ``requests_for_90`` is how many requests a log needs for 90% certainty of its highest percentile;
+    ``windows_met`` is the share of five-minute windows in which the objectives must hold, None if they
     must hold over the whole log; ``unmet`` the largest fleet that was tried on each hardware where none met the
     objectives; ``warnings`` the catalogue's warnings about the tables of plans; ``refused`` how many requests are too
     long to be served, by table.
@@ -182,6 +184,7 @@ class PlanReport:
     log: dict[str, Any]
     objectives: list[str]
     share_met: float
+    requests_for_90: int
     windows_met: float | None
     plans: list[Plan]
     certain: list[Plan]
@@ -213,7 +216,7 @@ class PlanReport:
     @property
     def undecided(self) -> str | None:
         """Why the log is too short for a plan; None if it is not."""
-        return too_few(self.log["requests"])
+        return too_little(self.log)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with ``recommended``; ``undecided`` says why no plan is recommended, and is None if one is."""
@@ -258,9 +261,11 @@ def make_plan(
     tables, left_out = _usable(tables, prices, precisions)
     tables, hopeless = _able(log, tables, precisions)
     whole, log = log, _servable(log, tables, precisions)
+    summary = log_summary(whole)
     first_token = [o for o in objectives if o.quantity == "ttft"]
     strictest = max(first_token, key=lambda o: o.share, default=None)
     required = max(share_met or 0.0, strictest.share if strictest else 0.0)
+    requests_for_90 = least_for_90(max(required, *(o.share for o in objectives)))
     played, searched = busiest(log, MAX_SPAN_S, PLAYED_REQUESTS), busiest(log, SEARCH_S, SEARCH_REQUESTS)
     tokens_per_s = float(log.output_tokens.sum()) / max(1.0, float(log.arrival_s[-1]))
     limit_ms = strictest.limit_ms if strictest else None
@@ -283,6 +288,7 @@ def make_plan(
             tokens_per_s,
             objectives,
             required,
+            requests_for_90,
             windows_met,
             prices,
             precisions,
@@ -296,7 +302,7 @@ def make_plan(
         card.search(partial(tell, card.name))
         tell(card.name, 1.0)
 
-    searches = [] if too_few(len(whole.arrival_s)) else side_by_side(card_of, tables)
+    searches = [] if too_little(summary) else side_by_side(card_of, tables)
     if searches and windows_met is None:
         alone = side_by_side(lambda card: card.alone(log), searches)
         _check_possible(objectives, [*chain(*alone)])
@@ -319,9 +325,10 @@ def make_plan(
     tried = [plan for card in searches for plan in card.tried]
     progress("done", 1.0)
     return PlanReport(
-        log=log_summary(whole),
+        log=summary,
         objectives=[str(o) for o in objectives],
         share_met=required,
+        requests_for_90=requests_for_90,
         windows_met=windows_met,
         plans=[card.best for card in found if card.best is not None],
         certain=[card.certain for card in certain if card.certain is not None],
@@ -485,6 +492,7 @@ class _Card:
         tokens_per_s: float,
         objectives: Sequence[Objective],
         required: float,
+        requests_for_90: int,
         windows_met: float | None,
         prices: Prices | None,
         precisions: Sequence[str] | None,
@@ -495,6 +503,7 @@ class _Card:
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
         self._objectives, self._required = objectives, required
+        self._enough = len(whole.arrival_s) >= requests_for_90
         self._drafts, self._disagg = drafts, disagg
         self._windows_met = windows_met
         self._request_tokens, self._tokens_per_s, self._replicas_min = request_tokens, tokens_per_s, replicas_min
@@ -751,7 +760,7 @@ class _Card:
             kv_cache_fp8=self._tables.kv_cache_fp8,
             action=None if action is None else action.to_dict(),
             meets=meets,
-            verdict=NOT if not meets else WITH_90 if at_90 >= least and not too_few(offered) else LIKELY,
+            verdict=NOT if not meets else WITH_90 if at_90 >= least and self._enough else LIKELY,
             margin=left,
             band=band_of(outcome.requests_per_replica),
             errors=errors,
@@ -793,7 +802,7 @@ class _Card:
         assert self.best is not None
         if self.best.verdict == WITH_90:
             self.certain = self.best
-        if self.best.verdict == WITH_90 or self.best.is_uneven:
+        if self.best.verdict == WITH_90 or self.best.is_uneven or not self._enough:
             return
         best, units = action_of(self.best), self.best.n_gpus // self._cards_each
         actions = {best.quant_tier: best}

@@ -278,6 +278,13 @@ def answer(report: PlanReport) -> list[str]:
         likely = f"Likely enough (50 to 90% certain): {_fleet(report, first)}."
         return found if first == chosen else [*found, likely]
     found = [f"Rent {_fleet(report, first)}: likely (50 to 90% certain) to meet {asked} with {report.model}."]
+    if (requests := int(report.log["requests"])) < report.requests_for_90:
+        share = max(report.share_met, *(o.share for o in objectives))
+        return [
+            *found,
+            f"No fleet is called 90% certain: for the p{100 * share:g} that takes at least {report.requests_for_90:,} "
+            f"requests, and the log has {requests:,}.",
+        ]
 
     def left(plan: Plan) -> list[tuple[float, str]]:
         """Margin of each objective at the 90% bound, and its figure there."""

@@ -38,7 +38,7 @@ from ops.capacity import (
     refused,
     screen,
     thinned,
-    too_few,
+    too_little,
 )
 from ops.objectives import Objective
 from ops.prices import Prices
@@ -123,8 +123,8 @@ class ShadowReport:
 
     def undecided(self) -> str | None:
         """Why no policy is recommended: too few requests, or nobody serves them. None if one is."""
-        if few := too_few(self.log["requests"]):
-            return few
+        if little := too_little(self.log):
+            return little
         if self.best().slo_miss_share >= 1 - LEAST_SERVED:
             return (
                 f"No recommendation: on {self.n_gpus} x {self.hardware} no policy serves more than {LEAST_SERVED:.0%} "

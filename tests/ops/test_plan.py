@@ -17,7 +17,7 @@ from cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ServeAction
 from inferencegym.tasks import table_index
-from ops.capacity import too_few
+from ops.capacity import least_for_90
 from ops.export import EXPORTS, constant_drafts, engine_files
 from ops.fidelity import model_ratios
 from ops.log.reader import import_log
@@ -110,7 +110,32 @@ def test_a_handful_of_requests_is_no_ground_for_a_plan(report: PlanReport) -> No
     assert few.to_dict()["undecided"] == plan_report(few).lead == said
     assert not plan_report(few).tables
     assert report.to_dict()["undecided"] is None
-    assert too_few(1) == "No recommendation: the log has 1 request. Use a log of at least 25."
+
+
+def test_requests_that_all_arrive_at_once_are_no_ground_for_a_plan() -> None:
+    n = 300
+    log = RequestLog(np.zeros(n), np.full(n, 200.0), np.full(n, 50.0), np.zeros(n, dtype=np.int64))
+    at_once = make_plan(log, OBJECTIVES, registered_tables(["a100-40gb"]))
+    assert not at_once.tried
+    said = "No recommendation: all 300 requests of the log arrive within one second"
+    assert plan_report(at_once).lead.startswith(said)
+    compared = shadow(log, [], n_gpus=1).undecided()
+    assert compared is not None
+    assert compared.startswith(said)
+
+
+def test_a_percentile_is_90_certain_only_with_enough_requests_behind_it() -> None:
+    # 0.99 ** 229 > 0.1 > 0.99 ** 230: of 230 requests, one is probably among the slowest 1%.
+    assert [least_for_90(share) for share in (0.0, 0.9, 0.95, 0.99, 0.999)] == [25, 25, 45, 230, 2302]
+    asked = [parse_objective("ttft_p99=5000")]
+    rows = [f"{second},200,50\n" for second in range(230)]
+    found = {}
+    for n in (229, 230):
+        log = import_log("few.csv", content="arrival_s,prompt_tokens,output_tokens\n" + "".join(rows[:n])).log
+        found[n] = make_plan(log, asked, registered_tables(["a100-40gb"]), policies=())
+    assert [len(each.certain) for each in found.values()] == [0, 1]
+    assert found[229].plans[0].verdict == LIKELY
+    assert plan_report(found[229]).lead.endswith("the p99 that takes at least 230 requests, and the log has 229.")
 
 
 def test_nothing_tried_beats_a_point_of_the_front(report: PlanReport) -> None:
