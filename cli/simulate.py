@@ -28,8 +28,11 @@ LATENCIES: Final = {
     "e2e": "of the request (E2E)",
 }
 SWEEP_POINTS: Final = 12
-SWEEP_S: Final = 60.0
-"""Seconds of requests for each point of a sweep, unless --requests or --burst-s is given."""
+DRAWN_S: Final = 300.0
+"""Seconds of requests that are drawn for a rate, unless --requests or --burst-s is given."""
+LEAST_DRAWN: Final = 300
+STEADY: Final = 10.0
+"""Fewest requests of a run, for each that is in the fleet at a time, whose figures are those of a steady state."""
 DRAWN: Final = {
     "qps": 10.0,
     "prompt_tokens": 247.0,
@@ -94,7 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--qps", type=float, help=f"mean requests per second, Poisson arrivals (default {DRAWN['qps']:g})"
     )
     load.add_argument(
-        "--requests", type=int, help="number of requests (default 300; with --burst-s, as many as arrive in it)"
+        "--requests",
+        type=int,
+        help=f"number of requests (default: those of {DRAWN_S:g} s, at least {LEAST_DRAWN} and {STEADY:g} for each "
+        "client of --closed; with --burst-s, as many as arrive in it)",
     )
     load.add_argument("--prompt-tokens", type=float, help=f"mean prompt length (default {DRAWN['prompt_tokens']:g})")
     load.add_argument(
@@ -123,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep",
         metavar="qps=LOW:HIGH[:N]",
         help=f"latency against throughput at N rates (default {SWEEP_POINTS}) from LOW to HIGH, each for "
-        f"{SWEEP_S:g} s; a log (--trace) is played faster or slower",
+        f"{DRAWN_S:g} s; a log (--trace) is played faster or slower",
     )
     add_objective_argument(out)
     out.add_argument("--per-request", type=Path, metavar="FILE", help="write every request (.csv, .parquet, .json)")
@@ -153,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         return _sweep(args, objectives, serve, played)
     served = serve(None)
     result = served.figures()
+    _warn_if_unsteady(args, result)
     verdicts = _verdicts(objectives, result)
     if args.per_request is not None:
         _write_requests(served, args.per_request)
@@ -166,6 +173,19 @@ def run(args: argparse.Namespace) -> int:
     for objective in objectives:
         print(f"{objective.label} <= {objective.limit_ms:g} ms: {'met' if verdicts[str(objective)] else 'missed'}")
     return 0
+
+
+def _warn_if_unsteady(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Warn if too few requests were drawn for a steady state."""
+    e2e_s = result["e2e_mean_ms"] / 1e3
+    needed = STEADY * (args.closed or args.qps * e2e_s)
+    if args.trace is None and args.burst_s is None and result["n_requests"] < needed:
+        print(
+            f"warning: a request takes {e2e_s:.3g} s, so these {result['n_requests']:,} requests reach no steady "
+            f"state: give --requests {math.ceil(needed / 100) * 100} or more (if those reach none either, the load is "
+            "more than the fleet serves)",
+            file=sys.stderr,
+        )
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -259,11 +279,11 @@ def _server(args: argparse.Namespace, log: RequestLog | None, tables: ServingTab
         if log is not None:
             rate = len(log.arrival_s) / max(float(log.arrival_s[-1]), 1.0)
             return log if qps is None else log.faster(qps / rate)
-        n_requests = args.requests
+        n_requests, rate_rps = args.requests, args.qps if qps is None else qps
         if n_requests is None and args.burst_s is None:
-            n_requests = 300 if qps is None else max(300, math.ceil(SWEEP_S * qps))
+            n_requests = max(LEAST_DRAWN, math.ceil(DRAWN_S * rate_rps), math.ceil(STEADY * (args.closed or 0)))
         return steady_requests(
-            args.qps if qps is None else qps,
+            rate_rps,
             n_requests,
             args.prompt_tokens,
             args.output_tokens,

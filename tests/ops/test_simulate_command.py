@@ -51,6 +51,19 @@ def test_a_point_of_a_sweep_is_the_same_load_simulated_alone(capsys: Capture) ->
     assert {name: rows[1][name] for name in alone} == alone
 
 
+def test_a_drawn_load_is_long_enough_for_a_steady_state_or_the_answer_says_so(capsys: Capture) -> None:
+    busy = ["simulate", "--qps", "60", "--gpus", "4", "--json"]
+    assert main(busy) == 0
+    whole, told = capsys.readouterr()
+    assert (json.loads(whole)["n_requests"], told) == (18_000, "")
+    assert main([*busy, "--requests", "300"]) == 0
+    short, told = capsys.readouterr()
+    assert "300 requests reach no steady state: give --requests 4100 or more" in told
+    # They end before the fleet is full.
+    assert json.loads(short)["tpot_p50_ms"] < 0.5 * json.loads(whole)["tpot_p50_ms"]
+    assert json.loads(said(capsys, "--closed", "400", "--json"))["n_requests"] == 4_000
+
+
 def test_a_log_is_played_faster_in_a_sweep(tmp_path: Path, capsys: Capture) -> None:
     rows = "".join(f"{i},200,50\n" for i in range(61))
     (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
@@ -288,7 +301,7 @@ def test_a_plans_batch_of_1024_is_played_as_the_plan_does(capsys: Capture) -> No
 
 
 def test_a_model_and_a_card_choose_a_table_and_the_others_are_named(capsys: Capture) -> None:
-    load = ["simulate", "--qps", "2", "--requests", "5", "--json"]
+    load = ["simulate", "--qps", "2", "--burst-s", "5", "--json"]
     found = {}
     for chosen, table, others in (
         ("--hardware h100 --model meta-llama/Llama-3.1-8B-Instruct", "h100-llama-3.1-8b", ""),
