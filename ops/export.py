@@ -40,7 +40,7 @@ from inferencegym.models import SPEC_LENGTHS
 from ops.capacity import PolicyOutcome
 from ops.plan import Plan, PlanReport, action_of
 from ops.shadow import ShadowReport
-from simulator.hardware.catalogue import precision_named, usual_name, without_precision
+from simulator.hardware.catalogue import checkpoint, precision_named, usual_name, without_precision
 from simulator.hardware.engine_times import TIER
 from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables
@@ -164,20 +164,26 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport, model: s
 
 
 def engine_settings(
-    tables: ServingTables, memory_gb: float, model: str | None, tier: str, **given: Any
+    tables: ServingTables, memory_gb: float, model: str | None, tier: str, comments: tuple[str, ...], **given: Any
 ) -> EngineSettings:
     """Settings ``given``, with those that follow from the table and from the memory in use.
 
-    ``model`` is named if it is the table's and has an owner, else the table's model without one. A checkpoint of
-    another precision is the user's to name.
+    ``model`` is served if it is the table's and has an owner, else the catalogue's checkpoint of the table's model. A
+    checkpoint of another precision is the user's to name. A comment says what the user has to fill in.
     """
     card_gb, static_gb = reported_gb(tables.meta), memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
-    of_table = usual_name(str(tables.meta["model"]))
-    if model is None or "/" not in model or usual_name(model) != of_table:
-        model = of_table
-    elif precision_named(model) != tier and (tier in _OWN_CHECKPOINT or precision_named(model)):
+    of_table = str(tables.meta["model"])
+    named = model is not None and "/" in model and usual_name(model) == usual_name(of_table)
+    model = model if model is not None and named else checkpoint(of_table)
+    stated = precision_named(model)
+    if tier not in (TIER, stated) and (stated or tier in _OWN_CHECKPOINT):
         model = f"YOUR-{tier}-CHECKPOINT-OF-{without_precision(model).rpartition('/')[2]}"
+    if "/" not in model:
+        comments += (f"Put your checkpoint (a repository or a path) in the place of {model}.",)
+    elif not named:
+        comments += (f"No checkpoint was named: {model} has the planned shape. Name yours with --model OWNER/NAME.",)
     return EngineSettings(
+        comments=comments,
         memory_share=min(MOST_MEMORY, memory_gb / card_gb),
         static_share=min(MOST_MEMORY, static_gb / card_gb),
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
@@ -427,7 +433,6 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
     comments = [
         *settings.comments,
         f"Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f {FILE}",
-        *([] if "/" in settings.model else ["Set modelURL to your checkpoint: a repository or a path."]),
     ]
     lines = [f"# {text}" for text in comments]
     if settings.router in _CHART_ROUTERS:

@@ -80,6 +80,11 @@ def context_tokens(model: str) -> int | None:
     return next((known[name] for name in hardware_data()["models"] if _same_model(name, model)), None)
 
 
+def checkpoint(model: str) -> str:
+    """Repository of a model's checkpoint in 16 bits (or its own format); the name itself for unknown models."""
+    return next((found for name, found in hardware_data()["models"].items() if _same_model(name, model)), model)
+
+
 def cards() -> tuple[str, ...]:
     """Cards with shipped tables; prices are given per card."""
     return tuple(dict.fromkeys(str(entry["card"]) for entry in table_index().values()))

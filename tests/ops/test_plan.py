@@ -623,6 +623,7 @@ def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.C
     exported = (tmp_path / "mine.yaml").read_text()
     assert "max-num-seqs:" in exported
     assert "vllm serve YOUR-INT8-CHECKPOINT-OF-Llama-3.1-8B --config mine.yaml" in exported
+    assert "# Put your checkpoint (a repository or a path) in the place of YOUR-INT8-CHECKPOINT-OF-" in exported
     assert outputs[1].read_bytes().startswith(b"\x89PNG")
     assert {"hardware", "n_gpus", "share_in_time", "figures.ttft_p99_ms"} <= set(pd.read_csv(outputs[2]).columns)
     page = outputs[0].read_text()

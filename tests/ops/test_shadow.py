@@ -493,7 +493,7 @@ def test_an_fp8_kv_cache_and_the_logs_model_are_in_the_report_and_in_the_export(
     options = ["--gpus", "1", "--kv-cache-dtype", "fp8", "--export", "vllm", "--export-file", str(file)]
     for table, model, named in (
         ("l40s-llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
-        ("a100-qwen3-8b", "meta-llama/Llama-3.1-8B-Instruct", "qwen3-8b"),
+        ("a100-qwen3-8b", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"),
     ):
         rows = "".join(f"{0.5 * i},200,50,{model}\n" for i in range(40))
         log.write_text(f"arrival_s,prompt_tokens,output_tokens,model\n{rows}")
@@ -503,6 +503,7 @@ def test_an_fp8_kv_cache_and_the_logs_model_are_in_the_report_and_in_the_export(
         assert ("is computed with 16-bit timings" in said) == (table == "a100-qwen3-8b")
         exported = file.read_text()
         assert f"vllm serve {named} --config shadow.yaml" in exported
+        assert ("# No checkpoint was named: Qwen/Qwen3-8B has the planned shape." in exported) == (named != model)
         assert "\nkv-cache-dtype: fp8\n" in exported
 
 
