@@ -53,6 +53,11 @@ class Clock:
         if unit is None and (found := _UNIT_SUFFIX.search(name.lower())) is not None:
             self._unit = found[1] if found[1] in UNITS else "s"
 
+    @property
+    def unit(self) -> str | None:
+        """The unit that the user or the column's name states, or the cells settled; None if unknown yet."""
+        return self._unit
+
     def seconds(self, column: pd.Series, source: Source, name: str) -> FloatArray:
         """Times (s)."""
         if isinstance(column.dtype, pd.DatetimeTZDtype) or column.dtype.kind == "M":

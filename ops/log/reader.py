@@ -35,6 +35,7 @@ from ops.log.columns import (
 )
 from ops.log.formats import FORMATS, NAMES, TABLE, Format, format_of
 from ops.log.names import (
+    UNITS,
     Columns,
     check_names,
     csv_header,
@@ -69,6 +70,8 @@ LEAST_ORDER: Final = 0.5
 """Smallest rank correlation with the order of the file, rising or falling, of numbers that may be arrivals."""
 MAX_USUAL_S: Final = 100.0
 """Longest median duration (s) that is believed without a unit."""
+LEAST_TOKEN_S: Final = 2e-4
+"""Shortest median duration per output token that is believed: a tenth of what the fastest shipped table takes."""
 _BAD_SHOWN: Final = 5
 _RECORDS_SEEN: Final = 100
 """Records searched for columns: not every record has all fields."""
@@ -465,10 +468,21 @@ def _refuse_durations(source: Source, table: _Table, rows: pd.DataFrame) -> None
                 name,
             )
     took, median = table.columns.names.get("duration"), rows["duration"].median()
-    if took is not None and median > MAX_USUAL_S and Clock(table.columns.units.get("duration"), took).form == "":
+    if took is None or "duration" in table.columns.units:
+        return
+    unit = Clock(name=took).unit
+    if unit is None and median > MAX_USUAL_S:
         raise source.wrong(
             f"{took} has no unit, and its median is {median:g}. Name the unit: "
             f"--columns arrival={name},duration={took}:ms",
+            took,
+        )
+    if unit not in (None, "s") and 0.0 < (rows["duration"] / rows["output"]).median() < LEAST_TOKEN_S:
+        larger = [*UNITS][[*UNITS].index(unit) - 1]
+        raise source.wrong(
+            f"the median of {took} is {median * UNITS[unit]:g} {unit}, less than any card takes for "
+            f"{rows['output'].median():,.0f} output tokens: it is probably in {larger}. Name the unit: "
+            f"--columns arrival={name},duration={took}:{larger}",
             took,
         )
 

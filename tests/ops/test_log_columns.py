@@ -530,6 +530,25 @@ def test_a_time_of_the_end_tells_arrivals_with_a_latency_in_its_unit(tmp_path: P
     assert import_log(tmp_path / "log.jsonl").columns["arrival"] == "start_time (epoch s)"
 
 
+def test_a_duration_that_no_card_reaches_is_in_another_unit(tmp_path: Path) -> None:
+    """Requests of 200 output tokens that took 1.5: seconds, whatever the name of the column says."""
+    rows = [{"end_time": 1.7e9 + i, "latency_ms": 1.5, "prompt_tokens": 90, "output_tokens": 200} for i in range(20)]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    with pytest.raises(DataFormatError, match=r"is 1\.5 ms, less than any card takes .* probably in s\. Name the unit"):
+        import_log(tmp_path / "log.jsonl")
+    for unit, log in (
+        ("s", import_log(tmp_path / "log.jsonl", columns="arrival=end_time,duration=latency_ms:s")),
+        ("ms", import_log(tmp_path / "log.jsonl", columns="arrival=end_time,duration=latency_ms:ms")),
+    ):
+        assert log.columns["duration"] == "latency_ms", unit
+
+
+def test_a_long_duration_is_believed_in_the_unit_that_the_user_names(tmp_path: Path) -> None:
+    rows = [{"end_time": 1.7e9 + i, "latency": 300.0, "prompt_tokens": 90, "output_tokens": 5000} for i in range(20)]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    assert len(import_log(tmp_path / "log.jsonl", columns="arrival=end_time,duration=latency:s").log.arrival_s) == 20
+
+
 def test_a_duration_that_the_user_names_is_never_ignored(tmp_path: Path) -> None:
     rows = [{"ts": 1.7e9 + i, "took_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5} for i in range(20)]
     (tmp_path / "log.jsonl").write_text(lines(rows))
