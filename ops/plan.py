@@ -307,7 +307,10 @@ def make_plan(
         alone = side_by_side(lambda card: card.alone(log), searches)
         _check_possible(objectives, [*chain(*alone)])
         for card, plans in zip(searches, alone, strict=True):
-            card.too_slow = bool(_missed(objectives, plans))
+            card.too_slow, card.never_certain = (
+                bool(_missed(objectives, plans)),
+                bool(_missed(objectives, plans, "p90")),
+            )
     side_by_side(search, searches)
     found = sorted((c for c in searches if c.best is not None), key=lambda card: card.price(card.best))
     side_by_side(_Card.search_certain, found)
@@ -438,16 +441,16 @@ def one_at_a_time(log: RequestLog, spacing_s: float) -> RequestLog:
     return RequestLog(np.arange(ALONE) * np.float64(spacing_s), prompts, outputs, np.zeros(ALONE, dtype=np.int64))
 
 
-def _least_ms(plan: Plan, objective: Objective) -> float:
-    """Its latency times the error of measured runs in the band of load where that is smallest."""
-    errors = (ratio(objective.quantity, plan.card, band).p50 for band in LOADS)
-    return plan.figures[objective.figure] * min(errors)
+def _least_ms(plan: Plan, objective: Objective, error: str = "p50") -> float:
+    """Its latency times the error of measured runs (median or 90% bound) in the band of load where that is smallest."""
+    errors = (getattr(ratio(objective.quantity, plan.card, band), error) for band in LOADS)
+    return plan.figures[objective.figure] * float(min(errors))
 
 
-def _missed(objectives: Sequence[Objective], alone: Sequence[Plan]) -> list[tuple[Objective, Plan]]:
+def _missed(objectives: Sequence[Objective], alone: Sequence[Plan], error: str = "p50") -> list[tuple[Objective, Plan]]:
     """Objectives that are missed even by requests that are ``alone`` on a replica, with the fastest of these plans."""
     fastest = [(o, min(alone, key=partial(_least_ms, objective=o))) for o in objectives] if alone else []
-    return [(o, plan) for o, plan in fastest if _least_ms(plan, o) > o.limit_ms]
+    return [(o, plan) for o, plan in fastest if _least_ms(plan, o, error) > o.limit_ms]
 
 
 def _check_possible(objectives: Sequence[Objective], alone: Sequence[Plan]) -> None:
@@ -522,7 +525,8 @@ class _Card:
         self._fit_share = len(fit.arrival_s) / len(searched.log.arrival_s)
         self._known: dict[int, list[Plan]] = {}
         self._on_all: dict[int, Plan] = {}
-        self.too_slow = False  # even with one request at a time: more GPUs do not help
+        # Even with one request at a time, so that more GPUs do not help.
+        self.too_slow = self.never_certain = False
         self._safer: list[Plan] = []
         self.best: Plan | None = None
         self.certain: Plan | None = None
@@ -795,42 +799,34 @@ class _Card:
         return sorted(margins, reverse=True)[kept - 1], sum(held) / len(windows)
 
     def search_certain(self) -> None:
-        """Find the smallest fleet that meets with 90%, from the best plan's to one of four times as many GPUs.
+        """Find the smallest fleet that meets with 90%, from the best plan's size on.
 
         Played are the best plan's setting and the best ones of the other precisions.
         """
         assert self.best is not None
         if self.best.verdict == WITH_90:
             self.certain = self.best
-        if self.best.verdict == WITH_90 or self.best.is_uneven or not self._enough:
+        if self.certain or self.best.is_uneven or self.never_certain or not self._enough:
             return
         best, units = action_of(self.best), self.best.n_gpus // self._cards_each
         actions = {best.quant_tier: best}
         for each in self._finalists(units):
             actions.setdefault(each.quant_tier, each)
-        known, found = self.tried, dict[int, Plan]()
+        known, surest = self.tried, dict[int, Plan]()
 
-        def certain(n: int) -> bool:
+        def play(n: int) -> Plan:
             for action in actions.values():
                 there = [p for p in known if p.n_gpus == n * self._cards_each and p.action == action.to_dict()]
-                if not there and not (action.prefill_disagg and n % 2):
+                if not there:
                     there = [self._plan("constant", self._play(self._played, n, action), action)]
                     self._safer += there
-                sure = [plan for plan in there if plan.verdict == WITH_90]
-                if sure:
-                    found[n] = sure[0]
-                    return True
-            return False
+                surest[n] = there[0]
+                if surest[n].verdict == WITH_90:
+                    break
+            return replace(surest[n], meets=surest[n].verdict == WITH_90)
 
-        sizes = sorted({min(n, self._most) for n in (units, units + 1, 2 * units, 4 * units)})
-        high = next((n for n in sizes if certain(n)), None)
-        if high is None:
-            return
-        low = max((n for n in sizes if n < high), default=high - 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if certain(middle) else (middle, high)
-        self.certain = found[high]
+        least = smallest_fleet(play, units, self._most, self._required, units)
+        self.certain = None if least is None else surest[least]
 
     def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float, float]:
         """Policies with prefill on the replicas, on the best plan's GPUs and on fewer.

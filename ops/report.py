@@ -302,7 +302,8 @@ def answer(report: PlanReport) -> list[str]:
         *found,
         f"No fleet tried (up to {most} GPUs) is 90% certain: {nearest} comes nearest, "
         f"but the simulator's 90% bound there is {missed}"
-        f"{'; it is wider at the load of more GPUs' if wider else ''}.",
+        f"{'; it is wider at the load of more GPUs' if wider else ''}. Relax the objectives that far, or test that "
+        "fleet under your load before you rely on it.",
     ]
 
 

@@ -197,6 +197,20 @@ def test_a_fleet_that_meets_with_90_is_found_beyond_twice_the_likely_one() -> No
     assert not [plan for plan in found.tried if plan.verdict == certain.verdict and plan.n_gpus < certain.n_gpus]
 
 
+def test_a_certain_fleet_is_found_however_many_more_gpus_it_takes() -> None:
+    asked = [parse_objective("ttft_p99=300"), parse_objective("tpot_p50=30")]
+    found = make_plan(import_log(EXAMPLE).log, asked, registered_tables(["h100"], "llama-3.1-8b"), policies=())
+    assert ([plan.n_gpus for plan in found.plans], [plan.n_gpus for plan in found.certain]) == ([1], [10])
+
+
+def test_certainty_that_no_number_of_gpus_reaches_is_not_searched_for() -> None:
+    asked = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=50")]
+    found = make_plan(import_log(EXAMPLE).log, asked, registered_tables(["l40s"], "llama-3.1-8b"), policies=())
+    assert found.certain == []
+    assert max(plan.n_gpus for plan in found.tried) <= 4
+    assert plan_report(found).lead.endswith("or test that fleet under your load before you rely on it.")
+
+
 def test_adaptive_policies_keep_to_the_precision_and_to_the_gpus(report: PlanReport) -> None:
     assert {plan.policy for plan in report.adaptive} == {"heuristic", "hill_climb"}
     assert all(plan.n_gpus <= report.plans[0].n_gpus for plan in report.adaptive)

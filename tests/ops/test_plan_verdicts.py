@@ -50,7 +50,9 @@ def served(log: RequestLog, plan: Plan, seed: int) -> Outcome:
     action = ServeAction.from_dict(plan.action)
     tables = load_tables(table_path(plan.hardware))
     task = on_replicas(log_task(log, tables), plan.n_replicas)
-    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=partial(ReferenceFleet, server=True))
+    prefill = plan.prefill_replicas if plan.is_uneven else None
+    dynamics = partial(ReferenceFleet, server=True, prefill_replicas=prefill)
+    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=dynamics)
     batch.reset([seed])
     for _ in range(task.episode_length):
         batch.step(to_row(action)[None])
