@@ -11,7 +11,7 @@ from pydantic import Field
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, did_you_mean, not_allowed, short_repr
 from inferencegym.messages import Message, parse_json, read
-from simulator.hardware.catalogue import cards, short_name
+from simulator.hardware.catalogue import cards, cards_named, short_name
 
 
 class PriceList(Message):
@@ -25,7 +25,7 @@ class PriceList(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Price per hour of one GPU of each card, in one currency; a card may have its short name (``h100``)."""
+    """Price per hour of one GPU of each card, in one currency; a card may have any spelling (``H100-SXM``)."""
 
     currency: str
     per_gpu_hour: Mapping[str, float]
@@ -40,9 +40,16 @@ class Prices:
         return price
 
     def find(self, card: str) -> float | None:
-        """Price per hour of a card, whatever the case of its name; None if the list lacks it."""
-        listed = {name.lower(): price for name, price in self.per_gpu_hour.items()}
-        return listed.get(card.lower(), listed.get(short_name(card).lower()))
+        """Price per hour of a card, by the spelling that means the fewest cards; None if the list lacks it."""
+        listed = {_cards_of(name): price for name, price in self.per_gpu_hour.items()}
+        return min(
+            ((len(names), price) for names, price in listed.items() if card.lower() in names), default=(0, None)
+        )[1]
+
+
+def _cards_of(name: str) -> tuple[str, ...]:
+    """Cards of the catalogue that a name means, or the user's own."""
+    return cards_named(name) or (name.lower(),)
 
 
 def read_prices(value: object, own: Iterable[str] = ()) -> Prices:
@@ -55,12 +62,12 @@ def read_prices(value: object, own: Iterable[str] = ()) -> Prices:
         return InvalidConfigError(not_allowed(field, value, allowed), field)
 
     stated = read(PriceList, value, refuse, "prices")
-    names = [name.lower() for name in stated.per_gpu_hour]
+    names = [_cards_of(name) for name in stated.per_gpu_hour]
     known = list(dict.fromkeys((*map(short_name, cards()), *cards(), *own)))
     for name in stated.per_gpu_hour:
-        if names.count(name.lower()) > 1:
-            raise InvalidConfigError(f"prices: the price of {name.lower()} is given twice", "prices")
-        if name.lower() not in map(str.lower, known):
+        if names.count(_cards_of(name)) > 1:
+            raise InvalidConfigError(f"prices: the price of {name} is given twice", "prices")
+        if not cards_named(name) and name.lower() not in map(str.lower, known):
             told = did_you_mean(name, known, f"cards are {', '.join(known)}")
             raise InvalidConfigError(f"prices: there is no card {short_repr(name)}: {told}", "prices")
     told = ", ".join(filter(None, (stated.source, stated.date)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,11 +15,18 @@ from ops.objectives import QUANTITIES, STATISTICS
 from ops.prices import PriceList
 from server.api.request_log import LogRequest, LogRoutes
 from server.api.route import Route
-from simulator.hardware.catalogue import hardware_names, tables_named
+from simulator.hardware.catalogue import hardware_names, tables_meant, tables_named
 
 _PRECISIONS: Final = tuple(dict.fromkeys(tier for entry in table_index().values() for tier in entry["tiers"]))
 _OBJECTIVE: Final = f"^({'|'.join(QUANTITIES)})_({'|'.join(STATISTICS)})=[1-9][0-9]{{0,5}}([.][0-9]{{1,3}})?$"
 _BOUND: Final = Allowed(f"a bound in ms, from 1 to 999,999, on one of {', '.join(QUANTITIES)}, such as ttft_p99=500")
+
+
+def _tables_of_spellings(hardware: object) -> object:
+    """The tables that names of cards mean; unknown names and other values are left for pydantic to refuse."""
+    if not isinstance(hardware, list):
+        return hardware
+    return [table for name in hardware for table in (isinstance(name, str) and tables_meant(name)) or (name,)]
 
 
 class PlanRequest(LogRequest):
@@ -47,6 +54,7 @@ class PlanRequest(LogRequest):
     ] = None
     hardware: Annotated[
         Annotated[list[Literal[*hardware_names()]], Field(min_length=1)] | None,  # type: ignore[valid-type]
+        BeforeValidator(_tables_of_spellings),
         Field(description="tables or cards to plan with; by default all"),
     ] = None
     precisions: Annotated[

@@ -26,6 +26,8 @@ _PRECISIONS: Final = {
 }
 """How names of checkpoints end, by precision."""
 _PRECISION: Final = re.compile(rf"-({'|'.join(re.escape(n) for names in _PRECISIONS.values() for n in names)})$", re.I)
+_NOT_OF_CARDS: Final = re.compile(r"nvidia|tesla|blackwell|server|edition|gpu|hbm\d?e?|sxm\d?|[^a-z0-9]")
+"""What spellings of a card add to its name and memory."""
 HARDWARE_FILE: Final = DATA_DIR / "hardware.json"
 
 
@@ -95,27 +97,49 @@ def short_name(card: str) -> str:
     return re.sub(r"-(sxm|server|\d+gb)$", "", card.replace("_", "-"))
 
 
+def cards_named(spelling: str) -> tuple[str, ...]:
+    """Cards of the catalogue that a spelling means: ``h100``, ``H100-SXM``, ``NVIDIA H100 80GB HBM3``, ``A100-80G``.
+
+    ``a100`` means all with that name, of any memory. None for other cards, and for other forms (``H100 PCIe``).
+    """
+    if spelling in cards():
+        return (spelling,)
+    asked = re.sub(r"(\d)g$", r"\1gb", _NOT_OF_CARDS.sub("", spelling.lower()))
+    return tuple(card for card in cards() if asked in _card_keys(card))
+
+
+def _card_keys(card: str) -> tuple[str, str]:
+    """A card's name without and with its memory, as :func:`cards_named` compares them."""
+    family = _NOT_OF_CARDS.sub("", short_name(card))
+    memory = re.search(r"(\d+) ?gb", str(hardware_data()["systems"].get(card, card)).lower())
+    assert memory is not None
+    return family, f"{family}{memory[1]}gb"
+
+
 def hardware_names() -> tuple[str, ...]:
-    """Names that :func:`tables_named` accepts: tables, then cards and their short names, which stand for all tables."""
+    """Names that :func:`tables_named` accepts: tables, then cards and their short names, which stand for all tables.
+
+    It accepts other spellings of cards (:func:`cards_named`), too.
+    """
     return tuple(dict.fromkeys((*table_index(), *cards(), *map(short_name, cards()))))
 
 
 def tables_named(hardware: Sequence[str] | None = None, model: str | None = None) -> tuple[str, ...]:
-    """Names of the tables of one model, selected by the name of a table or a card, short or not (None: all).
+    """Names of the tables of one model, selected by the name of a table or a card in any spelling (None: all).
 
     ``model`` may be a checkpoint name (``meta-llama/Llama-3.1-8B-Instruct``); without it the hardware must have tables
     of exactly one model. Raises :class:`InvalidConfigError` listing the choices.
     """
     index = table_index()
-    if unknown := [name for name in hardware or () if name not in hardware_names()]:
+    if unknown := [name for name in hardware or () if not tables_meant(name)]:
         known = ", ".join(dict.fromkeys(map(short_name, cards())))
         choose = f"choose a card ({known}) or a table of `inferencegym hardware`"
         raise InvalidConfigError(
             f"hardware={', '.join(map(short_repr, unknown))} is not in the catalogue: "
-            f"{did_you_mean(unknown[0], hardware_names(), choose)}",
+            f"{did_you_mean(_NOT_OF_CARDS.sub('', unknown[0].lower()), hardware_names(), choose)}",
             "hardware",
         )
-    wanted = list(index) if hardware is None else _tables_of(hardware)
+    wanted = [name for name in index if hardware is None or any(name in tables_meant(each) for each in hardware)]
     there = dict.fromkeys(m for m in models() if any(_same_model(m, index[n]["model"]) for n in wanted))
     if model is None:
         if len(there) > 1:
@@ -152,10 +176,11 @@ def tables_of_log(
         return tables_named(hardware, named), named
 
 
-def _tables_of(hardware: Sequence[str]) -> list[str]:
-    """Names of the tables with one of these names, their own or their card's."""
-    cards = {name: str(entry["card"]) for name, entry in table_index().items()}
-    return [name for name, card in cards.items() if {name, card, short_name(card)} & set(hardware)]
+def tables_meant(hardware: str) -> tuple[str, ...]:
+    """Names of the tables that a name means: of this one, or of all of these cards."""
+    names = tuple(table_index())
+    found = tuple(name for name in names if name == hardware.lower())
+    return found or tuple(name for name in names if table_index()[name]["card"] in cards_named(hardware))
 
 
 def _same_model(asked: str, known: str) -> bool:

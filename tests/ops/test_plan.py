@@ -24,11 +24,11 @@ from ops.log.reader import import_log
 from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
 from ops.plan import Plan, PlanReport, busiest, make_plan, monotone, pareto, registered_tables, smallest_fleet
-from ops.prices import Prices
+from ops.prices import Prices, read_prices
 from ops.report import cautions, notes, plan_figure, plan_report
 from ops.shadow import shadow
 from server.api.web import PAGE_DIR
-from simulator.hardware.catalogue import models, table_path, tables_named
+from simulator.hardware.catalogue import cards_named, models, table_path, tables_named
 from simulator.hardware.tables import load_tables
 from simulator.load.recorded import save_trace
 from simulator.load.requests import RequestLog
@@ -570,6 +570,19 @@ def test_cards_and_prices_have_their_short_names() -> None:
     assert tables_named(["h100"], "llama-3.1-8b") == tables_named(["h100_sxm"], "llama-3.1-8b")
     assert tables_named(["a100"], "llama-3.1-8b") == ("a100-40gb", "a100-80gb")
     assert tables_named(["rtx-pro-6000"], "qwen3-32b") == ("rtx-pro-6000-qwen3-32b",)
+    for spelling in ("H100", "H100-SXM", "h100_sxm5-80gb", "NVIDIA H100 80GB HBM3", "nvidia-h100-80gb", "H100-80G"):
+        assert cards_named(spelling) == ("h100_sxm",), spelling
+    assert tables_named(["NVIDIA A100-SXM4-80GB"], "llama-3.1-8b") == ("a100-80gb",)
+    assert tables_named(["A100-40G"]) == ("a100-40gb",)
+    assert cards_named("NVIDIA RTX PRO 6000 Blackwell Server Edition") == ("rtx_pro_6000_server",)
+    # Other cards are not taken for these.
+    for other in ("H100 PCIe", "H100 NVL", "A10", "H200 80GB", "GB200", "GPU"):
+        assert cards_named(other) == (), other
+    with pytest.raises(InvalidConfigError, match=r"hardware='H100 PCIe' is not in the catalogue: did you mean h100\?"):
+        tables_named(["H100 PCIe"])
+    with pytest.raises(InvalidConfigError, match=r"the price of h100 is given twice"):
+        read_prices({"currency": "USD", "per_gpu_hour": {"h100": 2.5, "H100-SXM": 2.0}})
+    assert read_prices({"currency": "USD", "per_gpu_hour": {"H100 SXM5": 2.5}}).gpu_hour("h100_sxm") == 2.5
     prices = Prices("USD", {"h100": 2.5, "a100": 1.0, "a100-80gb": 1.5})
     assert [prices.gpu_hour(card) for card in ("h100_sxm", "a100-40gb", "a100-80gb")] == [2.5, 1.0, 1.5]
     with pytest.raises(InvalidConfigError, match="no price for 'b200_sxm'"):
@@ -682,7 +695,7 @@ def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
     prices = {"currency": "USD", "per_gpu_hour": dict(PRICES.per_gpu_hour)}
     objectives = [*OBJECTIVES, parse_objective("e2e_p99=60000")]
     body = {"log": EXAMPLE.read_text(), "objectives": [*map(str, objectives)], "prices": prices, "to_s": 60}
-    body |= {"hardware": A100, "windows_met": 1, "disagg": False}
+    body |= {"hardware": ["A100-40G", "a100-80gb"], "windows_met": 1, "disagg": False}
     answer = server.post("/plan", body)
     log = import_log(EXAMPLE, end_s=60).log
     report = make_plan(log, objectives, registered_tables(A100), prices=PRICES, windows_met=1.0, disagg=False).to_dict()

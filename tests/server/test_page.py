@@ -1242,7 +1242,7 @@ def test_objectives_that_no_fleet_meets_are_told_with_the_nearest_fleet_and_impo
 
 def test_a_plan_is_read_on_a_phone_and_stays_when_the_next_one_is_cancelled(visit: Visit) -> None:
     page = visit(viewport=PHONE, is_mobile=True, has_touch=True).open("plan")
-    rows = "".join(f"{0.1 * i:.1f},{150 + i},{60}\n" for i in range(200))
+    rows = "".join(f"{0.1 * i:.1f},{150 + i},{60}\n" for i in range(240))
     page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n" + rows)
     page.get_by_label("TTFT p99 (ms)").fill("300")
     page.get_by_role("button", name="Make a plan").click()
