@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inferencegym.batch_format import MEDIA_TYPE, BatchPlayed, BatchSteps, decode_answer, encode_request
 from inferencegym.client.answers import json_of
 from inferencegym.client.http import DEFAULT_URL, caller_headers
-from inferencegym.client.retries import RETRY_S, Retries
+from inferencegym.client.retries import Retries
 from inferencegym.errors import InvalidActionError, NotResetError, ServerUnavailableError, UnknownSessionError
 
 RETRY_ADVICE: Final = "Nothing is lost: call the same method again"
@@ -37,7 +37,7 @@ class InferenceGymBatch:
         api_key: str | None = None,
         timeout_s: float = 60.0,
         client_id: str | None = None,
-        retry_s: float = RETRY_S,
+        retry_s: float | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._retries = Retries(retry_s, RETRY_ADVICE)

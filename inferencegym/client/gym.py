@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from inferencegym import render
 from inferencegym.client.batch import InferenceGymBatch
 from inferencegym.client.http import InferenceGymHTTP
-from inferencegym.client.retries import RETRY_S
 from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError, refusal
 from inferencegym.models import ServeObservation
 from inferencegym.seeds import SeedSeries
@@ -101,7 +100,7 @@ class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
         api_key: str | None = None,
         timeout_s: float = 60.0,
         client_id: str | None = None,
-        retry_s: float = RETRY_S,
+        retry_s: float | None = None,
     ) -> None:
         if num_envs < 1:
             raise refusal("num_envs", num_envs, "at least 1")
@@ -212,7 +211,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         api_key: str | None = None,
         timeout_s: float = 30.0,
         client_id: str | None = None,
-        retry_s: float = RETRY_S,
+        retry_s: float | None = None,
         render_mode: str | None = None,
     ) -> None:
         self._reward, kind = reward_format(reward)

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import httpx
 
 from inferencegym.client.answers import json_of
-from inferencegym.client.retries import RETRY_S, Retries
+from inferencegym.client.retries import Retries
 from inferencegym.errors import NotResetError
 from inferencegym.models import ServeAction, ServeObservation
 
@@ -100,7 +100,7 @@ class _Episode:
 class _Client:
     """Base of the blocking and the asyncio client."""
 
-    def __init__(self, retry_s: float) -> None:
+    def __init__(self, retry_s: float | None) -> None:
         self._episode = _Episode()
         self._retries = Retries(retry_s, RETRY_ADVICE)
 
@@ -116,7 +116,7 @@ class InferenceGymHTTP(_Client):
     ``reset`` and ``step`` have the arguments, results and errors of ``InferenceEnv``. ``api_key`` defaults to the
     environment variable INFERENCEGYM_API_KEY, ``client_id`` to INFERENCEGYM_CLIENT_ID: a proxy can use it to spread
     clients at one address over servers. ``timeout_s`` limits one attempt. After a lost answer, a busy server or a
-    restart the client tries again for ``retry_s``.
+    restart the client tries again for ``retry_s`` (default: 60 s, but 1 s for a server that it never reached).
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class InferenceGymHTTP(_Client):
         api_key: str | None = None,
         timeout_s: float = 30.0,
         client_id: str | None = None,
-        retry_s: float = RETRY_S,
+        retry_s: float | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(retry_s)
@@ -199,7 +199,7 @@ class AsyncInferenceGymHTTP(_Client):
         api_key: str | None = None,
         timeout_s: float = 30.0,
         client_id: str | None = None,
-        retry_s: float = RETRY_S,
+        retry_s: float | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(retry_s)

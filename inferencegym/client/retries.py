@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import httpx
@@ -19,6 +19,8 @@ from inferencegym.errors import RemoteError, ServerUnavailableError
 
 RETRY_S: Final = 60.0
 """Seconds of further attempts after the first failure: longer than a restart of the server takes."""
+START_S: Final = 1.0
+"""The same where no connection to the server has succeeded yet: its address is probably wrong."""
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 """Longest pause, unless the server asks for a longer one."""
@@ -32,8 +34,8 @@ class Attempts:
 
     def __init__(self, url: object, retry_s: float) -> None:
         self.failed = 0
-        self._url, self._retry_s = url, retry_s
-        self._deadline = 0.0
+        self.retry_s = retry_s
+        self._url, self._first = url, 0.0
 
     def pause_s(self, failure: object, asked_s: float | None = None) -> float | None:
         """Seconds until the next attempt after a failure; None when the time is up.
@@ -43,8 +45,8 @@ class Attempts:
         now = time.monotonic()
         self.failed += 1
         if self.failed == 1:
-            self._deadline = now + self._retry_s
-        left_s = self._deadline - now
+            self._first = now
+        left_s = self._first + self.retry_s - now
         if left_s <= 0:
             return None
         if self.failed == 3:
@@ -56,24 +58,26 @@ class Attempts:
     def given_up(self, failure: object, advice: str) -> ServerUnavailableError:
         """The error for a server that is still not there when the time is up."""
         return ServerUnavailableError(
-            f"{self._url} gave no answer in {self.failed} attempts over {self._retry_s:g} s, the last failed with "
+            f"{self._url} gave no answer in {self.failed} attempts over {self.retry_s:g} s, the last failed with "
             f"{failure}: does the server run, and is this its address? {advice}".rstrip()
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Retries:
     """Retry policy: more attempts for ``retry_s`` after a lost answer or one of :data:`RETRIED_STATUSES`.
 
-    Only for requests that may be sent twice. ``advice`` ends the message of the error after the last attempt.
+    By default that is :data:`RETRY_S`, and :data:`START_S` as long as no connection has ever succeeded. Only for
+    requests that may be sent twice. ``advice`` ends the message of the error after the last attempt.
     """
 
-    retry_s: float = RETRY_S
+    retry_s: float | None = None
     advice: str = ""
+    _reached: bool = field(default=False, init=False)
 
     def send(self, client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
         """Send until an answer needs no retry; raises :class:`ServerUnavailableError` if the server gave none."""
-        attempts = Attempts(client.base_url, self.retry_s)
+        attempts = Attempts(client.base_url, self.retry_s or 0.0)
         while True:
             try:
                 outcome: httpx.Response | httpx.TransportError = client.request(method, path, **content)
@@ -85,7 +89,7 @@ class Retries:
 
     async def send_async(self, client: httpx.AsyncClient, method: str, path: str, **content: Any) -> httpx.Response:
         """:meth:`send` as a coroutine."""
-        attempts = Attempts(client.base_url, self.retry_s)
+        attempts = Attempts(client.base_url, self.retry_s or 0.0)
         while True:
             try:
                 outcome: httpx.Response | httpx.TransportError = await client.request(method, path, **content)
@@ -97,6 +101,9 @@ class Retries:
 
     def _pause_s(self, attempts: Attempts, outcome: httpx.Response | httpx.TransportError) -> float | None:
         """Seconds until the next attempt; None if the outcome is final."""
+        self._reached |= not isinstance(outcome, (httpx.ConnectError, httpx.ConnectTimeout))
+        if self.retry_s is None:
+            attempts.retry_s = RETRY_S if self._reached else START_S
         if isinstance(outcome, httpx.TransportError):
             return attempts.pause_s(repr(outcome))
         if outcome.status_code not in RETRIED_STATUSES:
@@ -107,7 +114,8 @@ class Retries:
     def _final(self, attempts: Attempts, outcome: httpx.Response | httpx.TransportError) -> httpx.Response:
         """The last answer. Raises ServerUnavailableError if the server gave none; a proxy's error does not count."""
         if isinstance(outcome, httpx.TransportError):
-            raise attempts.given_up(repr(outcome), self.advice) from outcome
+            start = "retry_s=60 waits for a server that starts slowly"
+            raise attempts.given_up(repr(outcome), self.advice if self._reached else start) from outcome
         if outcome.status_code in RETRIED_STATUSES and "json" not in outcome.headers.get("content-type", ""):
             raise attempts.given_up(f"HTTP {outcome.status_code}", self.advice)
         return outcome

@@ -244,7 +244,7 @@ def test_every_client_outwaits_the_restart_of_a_crashed_server(tmp_path: Path) -
     row = np.array([[0.9, 2, 96, 0, 1]] * 2, dtype=np.float32)
 
     async def first_reset() -> int:
-        async with AsyncInferenceGymHTTP(server.url) as client:
+        async with AsyncInferenceGymHTTP(server.url, retry_s=60.0) as client:
             return (await client.reset(seed=6)).timestep
 
     def first_socket() -> int:
