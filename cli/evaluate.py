@@ -24,16 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--agent",
         action="append",
-        help="an agent's name (a wrong one lists them), some with an argument: random[:SEED], ppo[:FILE], "
+        help="a policy's name (a wrong one lists them), some with an argument: random[:SEED], ppo[:FILE], "
         "best_static[:FOLDER], best_adaptive[:FOLDER], constant:'{\"batch_size\": 256}' (other knobs as fixed-32); "
         "one of your own, package.module:Class; or all; may be given several times (default: all)",
     )
-    parser.add_argument("--against", metavar="AGENT", help="print differences to this agent, paired by seed")
+    parser.add_argument("--against", metavar="AGENT", help="print differences to this policy, paired by seed")
     parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="run agents in parallel on this Ray cluster; 'local' starts one (not with --reference)",
+        help="run policies in parallel on this Ray cluster; 'local' starts one (not with --reference)",
     )
     parser.add_argument("--workers", type=int, default=2, help="workers of --ray local (default: 2)")
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the table, a row per task and agent (.csv, .parquet, .json)"
+        "--out", type=Path, metavar="FILE", help="write the table, a row per task and policy (.csv, .parquet, .json)"
     )
 
 

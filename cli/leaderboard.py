@@ -29,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = actions.add_parser("add", help="replay submissions and add them", epilog=EPILOG)
     add.add_argument("board", metavar="BOARD", type=Path, help="leaderboard file; created if it does not exist")
     add.add_argument("submissions", metavar="SUBMISSION", nargs="*", type=Path, help="logs, or lines of another board")
-    add.add_argument("--agent", help="agent's name on the board: needed for logs; with --play, the agent as given")
+    add.add_argument("--agent", help="policy's name on the board: needed for logs; with --play, the policy as given")
     add.add_argument(
         "--play",
         metavar="AGENT",
         action="append",
         default=[],
-        help="play an agent (see `inferencegym evaluate`) and add it; may be given several times",
+        help="play a policy (see `inferencegym evaluate`) and add it; may be given several times",
     )
     add.add_argument("--task", action="append", help="task for --play; may be given several times (default: 1 to 3)")
     add.add_argument("--seeds", type=seed_count(1), default=30, help="number of held-out seeds for --play (default 30)")

@@ -19,12 +19,12 @@ from inferencegym.installation import INTERPRETED, install_hint, interpreted_mod
 
 COMMANDS: Final[dict[str, str]] = {
     "simulate": "simulate one configuration under a steady, bursty or recorded load",
-    "evaluate": "score agents on held-out seeds with confidence intervals",
+    "evaluate": "score policies on held-out seeds with confidence intervals",
     "quality": "report what a task rewards, and how much control gains over constant settings",
     "calibrate": "measure the throughput and price constants of tasks",
     "train": "train a PPO policy",
     "llm": "let a language model play an episode on a server",
-    "sweep": "evaluate agents and seeds on many workers",
+    "sweep": "evaluate policies and seeds on many workers",
     "verify": "replay episode logs and check every number",
     "leaderboard": "add scores to a leaderboard, or check it by replay",
     "import-bench": "turn benchmark results of your engine into a lookup table",
@@ -39,6 +39,9 @@ COMMANDS: Final[dict[str, str]] = {
     "serve": "start the HTTP and WebSocket server",
 }
 """Commands and their one-line help; a command's module has its name, with ``_`` for ``-``."""
+
+
+_KINDS: Final = {"int": "whole number", "float": "number"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +92,8 @@ class _Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"(.* invalid choice: '(.*)') \(choose from (.*)\)", message):
             choices = wrong[3].replace("'", "")
             message = f"{wrong[1]}; {did_you_mean(wrong[2], choices.split(', '), f'choose from {choices}')}"
+        if wrong := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            message = f"{wrong[1]}={wrong[3]} is not allowed: it must be a {_KINDS[wrong[2]]}"
         hint = "" if "--help" in message else f"; see {self.prog} --help"
         self.exit(2, f"{self.prog}: {message}{hint}\n")
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: all)")
     parser.add_argument(
-        "--agent", action="append", help="agent as in evaluate; may be given several times (default: all)"
+        "--agent", action="append", help="policy as in evaluate; may be given several times (default: all)"
     )
     parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
     parser.add_argument("--workers", type=int, default=1, help="processes; more than one needs Ray (default: 1)")

@@ -228,7 +228,10 @@ def shadow(
         )
         which = " that are not refused" if too_long else ""
         within = f"within {as_task.slo_target_ms:g} ms on {n_gpus} x {hardware}"
-        short = f"No constant setting serves {enough:.0%} of the requests{which} {within}: {more}"
+        short = (
+            f"Even with the best constant setting, fewer than {enough:.0%} of the requests{which} get their first "
+            f"token {within}: {more}"
+        )
     return ShadowReport(
         log=log_summary(log),
         n_gpus=n_gpus,

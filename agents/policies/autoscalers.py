@@ -69,7 +69,8 @@ class ReplicaPlan:
         """Plan a replica of a task that scales; raises :class:`InvalidConfigError` for others."""
         if task.fleet.max_replicas is None:
             raise InvalidConfigError(
-                f"task {task.task_id!r} has a fixed number of replicas: one with max_replicas is needed"
+                f"task {task.task_id!r} has a fixed number of replicas, which this policy would set: choose a task "
+                "that scales, such as autoscale or fleet-mix, or another policy"
             )
         tables = tables or tables_of(task.hardware)
         stats = load_source(task, tables).stats

@@ -61,6 +61,7 @@ def test_a_fleet_sized_to_a_log_serves_it_in_time_and_a_smaller_one_says_how_man
     assert sized.short == ""
     small = shadow(log, [], n_gpus=1)
     assert small.outcomes[1].slo_miss_share > 0.01
+    assert small.short.startswith("Even with the best constant setting, fewer than 99% of the requests get their first")
     assert small.short.endswith(f"within 500 ms on 1 x a100-40gb: about {sized.n_gpus} GPUs would do")
 
 

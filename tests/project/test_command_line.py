@@ -138,6 +138,10 @@ def test_a_misspelt_command_or_option_ends_with_the_one_that_was_meant(capsys: p
     with pytest.raises(SystemExit):
         main(["plan", "--trace", "log.csv", "--router", "roundrobin"])
     assert "invalid choice: 'roundrobin'; did you mean round-robin? Choose from shared, " in capsys.readouterr().err
+    for option, kind in (("--qps", "number"), ("--gpus", "whole number")):
+        with pytest.raises(SystemExit):
+            main(["simulate", option, "foo"])
+        assert f"{option}='foo' is not allowed: it must be a {kind}; see inferencegym" in capsys.readouterr().err
 
 
 def test_options_are_refused_before_a_log_is_read_or_an_engine_asked(capsys: pytest.CaptureFixture[str]) -> None:
