@@ -39,8 +39,10 @@ def record(dataset_id: str, task_id: TaskId, agent: str, seeds: Sequence[int], *
     """
     import minari
     from minari.data_collector.episode_buffer import EpisodeBuffer
+    from minari.storage import get_dataset_path
 
-    if dataset_id in minari.list_local_datasets():
+    # Not minari.list_local_datasets(), which raises TypeError at any folder whose name is not an id with a version.
+    if get_dataset_path(dataset_id).exists():
         raise InvalidConfigError(
             f"there is a data set {dataset_id}: choose another id, or delete it with `minari delete {dataset_id}`",
             "dataset_id",

@@ -52,6 +52,13 @@ def test_a_data_set_is_never_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
     assert minari.load_dataset(NAME).total_episodes == 1
 
 
+def test_other_folders_among_the_data_sets_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    (tmp_path / "no-version" / "data").mkdir(parents=True)
+    record(NAME, 3, "naive", [7], hold=50)
+    assert minari.load_dataset(NAME).total_episodes == 1
+
+
 def test_a_policy_cloned_from_an_agent_that_holds_one_setting_scores_what_the_agent_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
