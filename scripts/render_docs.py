@@ -421,48 +421,6 @@ def exact(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.4f}" + (f" ± {half:.4f}" if half else "")
 
 
-SCORE_ROWS = {
-    "random": "random",
-    "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
-    "vllm_defaults": "vLLM's defaults on an A100 (`max_num_seqs` 256, 90% of the memory)",
-    "best_static": "best constant",
-    "timetable": "best timetable (by the clock, observes nothing)",
-    "heuristic": "a rule: capacity planning (`heuristic`)",
-    "hpa": "a rule: Kubernetes' autoscaler (`hpa`, tuned)",
-    "ppo": "PPO, from scratch (one training run)",
-    "best_adaptive": "searched policy (`best_adaptive`)",
-}
-
-
-def scores() -> str:
-    """Mean held-out scores with their intervals: `autoscale-mix`, then tasks 3 to 1."""
-    from agents.evaluate import bracketed_score
-    from benchmarks.policies.tasks import timetables
-    from inferencegym.tasks import get_task
-
-    blind = timetables()
-    learned = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
-    quality_of = {str(report["task"]): report for report in quality_reports()}
-    columns = {}
-    for task in json.loads((RESULTS / "autoscalers.json").read_text(encoding="utf-8"))["tasks"]:
-        if task["task"] == "autoscale-mix":
-            scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
-            scored["random"] = quality_of["autoscale-mix"]["adversarial_floor"]["random"]["score"]
-            scored["vllm_defaults"] = quality_of["autoscale-mix"]["gameability"]["vllm_defaults"]["score"]
-            columns["`autoscale-mix`"] = scored | {"timetable": blind["autoscale-mix"]}
-    for task in reversed(json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]):
-        name = str(task["task"])
-        scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
-        scored |= {"ppo": learned[name]["table"]["shipped"]["score"], "timetable": blind[name]}
-        refusing = ": refusing pays" if quality_of[name]["gameability"]["refusing_pays"] else ""
-        columns[get_task(name).heading.replace(")", f"{refusing})")] = scored
-    lines = [f"| policy | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
-    for name, title in SCORE_ROWS.items():
-        cells = (bracketed_score(scored[name]) if name in scored else "–" for scored in columns.values())
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def ppo_settings() -> str:
     """Hyperparameters of PPO's runs, one column for tasks 1 to 3 and one for tasks that scale."""
     tasks = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
@@ -536,7 +494,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
     "ppo-settings": ppo_settings,
-    "scores": scores,
     "results": written("tasks"),
     "openenv-speed": written("openenv"),
     **{name.replace("_", "-"): written(name) for name in BENCHMARKS},

@@ -115,8 +115,14 @@ def python(script: str, folder: Path, **settings: str) -> str:
 # --- README ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_first_episode_prints_the_line_that_the_readme_shows(tmp_path: Path) -> None:
+    first = every("python", "README.md")[0]
+    shown = every("text", "README.md")[0]
+    assert python(first.text, tmp_path) == shown.text
+
+
 def test_the_quickstart_is_five_lines_and_ends_with_a_verified_score(server: RunningServer, tmp_path: Path) -> None:
-    (block,) = (each for each in every("bash", "README.md") if "curl" in each.text)
+    (block,) = (each for each in every("bash", "docs/first-steps.md") if "curl" in each.text)
     assert len(block.text.strip().splitlines()) == 5
     said = shell(block.text.replace("http://localhost:7860", server.url), tmp_path)
     graded = json.loads(said[said.rindex('{"score"') :])
@@ -126,7 +132,7 @@ def test_the_quickstart_is_five_lines_and_ends_with_a_verified_score(server: Run
 
 
 def test_the_quickstart_plays_on_a_server_with_a_key_and_prints_what_is_missing_without_it(tmp_path: Path) -> None:
-    (block,) = (each for each in every("bash", "README.md") if "curl" in each.text)
+    (block,) = (each for each in every("bash", "docs/first-steps.md") if "curl" in each.text)
     with running_server(tmp_path, api_key="correct horse", store_url="memory://") as server:
         # An interactive shell goes on after a command that failed.
         script = "set +e\n" + block.text.replace("http://localhost:7860", server.url)
@@ -146,7 +152,7 @@ def test_the_two_commands_of_the_readme_are_targets_of_make() -> None:
 
 def test_the_plan_of_the_readme_prints_the_lines_that_it_shows() -> None:
     (command,) = (each.text for each in every("bash", "README.md") if "inferencegym plan" in each.text)
-    (shown,) = (each.text.splitlines() for each in every("text", "README.md"))
+    shown = every("text", "README.md")[-1].text.splitlines()
     printed = shell(command, ROOT).splitlines()
     assert len(shown) == 9
     assert [line for line in shown if not any(each.startswith(line) for each in printed)] == []
@@ -381,19 +387,19 @@ def table_rows(document: str, block: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", ["naive", "heuristic"])
-def test_the_scores_of_the_readme_are_measured_again(agent: str, render_docs: ModuleType) -> None:
+def test_the_scores_of_the_results_are_measured_again(agent: str, render_docs: ModuleType) -> None:
     """All 30 held-out seeds, five in the reference: the numbers must come out as printed, stricter than intervals."""
-    shown = table_rows("README.md", "scores")[render_docs.SCORE_ROWS[agent]]
+    shown = table_rows("docs/results.md", "results")[agent]
     references = json.loads((render_docs.RESULTS / "policy_fidelity.json").read_text(encoding="utf-8"))["tasks"]
     measured = []
-    for task_id in (3, 2, 1):
+    for task_id in (1, 2, 3):
         task = get_task(task_id)
         score = interval(evaluate(agent, task).scores)
         measured.append(f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]")
         played = run_episodes(task, make_agent(agent, task), HELD_OUT_SEEDS[:5], dynamics=ReferenceFleet)
         listed = references[str(task_id)]["agents"][agent]["reference"]["score"]
         assert f"{played.scores().mean():.3f}" == f"{listed:.3f}"
-    assert measured == shown[1:]
+    assert measured == shown
 
 
 def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
