@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import gymnasium
 import pytest
 import yaml
 
@@ -418,14 +419,32 @@ def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
 # --- An agent of your own -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("agent", "task"), [("agents:Follower", "3"), ("scaling:QueueScaler", "autoscale")])
-def test_the_agents_of_the_learning_chapter_play(tmp_path: Path, agent: str, task: str) -> None:
-    module, name = agent.split(":")
-    (block,) = (each for each in every("python", "docs/learning.md") if f"class {name}" in each.text)
+def test_the_policy_of_the_learning_chapter_scores_what_the_chapter_shows(tmp_path: Path) -> None:
+    (block,) = (each for each in every("python", "docs/learning.md") if "class RateScaler" in each.text)
     (tmp_path / "my_lab").mkdir()
-    (tmp_path / "my_lab" / f"{module}.py").write_text(block.text, encoding="utf-8")
-    assert f"my_lab.{agent}" in (ROOT / "docs/learning.md").read_text(encoding="utf-8")
-    command = f"inferencegym evaluate --task {task} --agent my_lab.{agent}"
-    (result,) = json.loads(shell(f"{command} --agent naive --seeds 2 --json", tmp_path))["results"]
-    own, naive = (agent["score"]["mean"] for agent in result["agents"])
-    assert own > naive
+    (tmp_path / "my_lab" / "agents.py").write_text(block.text, encoding="utf-8")
+    (command,) = (each.text for each in every("bash", "docs/learning.md") if "my_lab.agents:RateScaler" in each.text)
+    (shown,) = every("text", "docs/learning.md")
+    assert shell(command, tmp_path).startswith(shown.text)
+
+
+def test_observations_have_the_sizes_that_the_learning_chapter_lists() -> None:
+    text = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
+    ids = {
+        "serving tasks": "AdversarialMultiTenant-v2",
+        "`autoscale`": "AutoscaledChat-v2",
+        "other tasks that": "AutoscaledChatMix-v2",
+    }
+    for row, env_id in ids.items():
+        (line,) = (each for each in text.splitlines() if each.startswith(f"| {row}") and each.count("|") == 6)
+        sizes = [int(number) for number in re.findall(r"\| (\d+)", line)]
+        envs = [
+            gymnasium.make(f"inferencegym.gym:InferenceGym/{env_id}", observation=form)
+            for form in ("raw", "scheduled", "full")
+        ]
+        envs[0].reset(seed=0)
+        own: Any = envs[0].unwrapped
+        assert sizes == [*(env.observation_space.shape[0] for env in envs), own.agent_observation.shape[1]]
+    for environment, env_id in {"agent sessions": "RolloutMix-v1", "traffic controller": "TrafficEasy-v1"}.items():
+        (size,) = gymnasium.make(f"inferencegym.gym:InferenceGym/{env_id}").observation_space.shape
+        assert f"| {environment} | {size} in a single format |" in text
