@@ -212,6 +212,8 @@ def test_the_commands_of_the_chapter_on_operation_run_in_order_as_they_stand(tmp
     printed = shell(script, tmp_path)
     assert "access.jsonl: table; " in printed
     assert printed.count("\nRent ") == script.count("inferencegym plan")
+    shown = [line for each in every("text", "docs/operators.md") for line in each.text.splitlines()]
+    assert [line for line in shown if line not in printed.splitlines()] == []
 
 
 def envoy_line(format: dict[str, str], arrival_s: float, prompt: int | None, output: int | None) -> dict[str, object]:
