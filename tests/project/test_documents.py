@@ -447,6 +447,9 @@ def test_observations_have_the_sizes_that_the_learning_chapter_lists() -> None:
         envs[0].reset(seed=0)
         own: Any = envs[0].unwrapped
         assert sizes == [*(env.observation_space.shape[0] for env in envs), own.agent_observation.shape[1]]
-    for environment, env_id in {"agent sessions": "RolloutMix-v1", "traffic controller": "TrafficEasy-v1"}.items():
+    for row, env_id in {
+        "agent sessions | {} in": "RolloutMix-v1",
+        "traffic controller | {} |": "TrafficHard-v1",
+    }.items():
         (size,) = gymnasium.make(f"inferencegym.gym:InferenceGym/{env_id}").observation_space.shape
-        assert f"| {environment} | {size} in a single format |" in text
+        assert f"| {row.format(size)}" in text
