@@ -806,7 +806,7 @@ class _Card:
         assert self.best is not None
         if self.best.verdict == WITH_90:
             self.certain = self.best
-        if self.certain or self.best.is_uneven or self.never_certain or not self._enough:
+        if self.certain or self.best.is_uneven or not self._enough:
             return
         best, units = action_of(self.best), self.best.n_gpus // self._cards_each
         actions = {best.quant_tier: best}
@@ -825,6 +825,9 @@ class _Card:
                     break
             return replace(surest[n], meets=surest[n].verdict == WITH_90)
 
+        if self.never_certain:
+            play(min(2 * units, self._most))  # the answer names the fleet that comes nearest
+            return
         least = smallest_fleet(play, units, self._most, self._required, units)
         self.certain = None if least is None else surest[least]
 
