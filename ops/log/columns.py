@@ -36,14 +36,11 @@ _EPOCHS: Final = ((FIRST_DATE_S, "s"), (1e11, "ms"), (1e14, "us"), (1e17, "ns"))
 
 def is_date(column: pd.Series, name: str) -> bool:
     """Whether the first cell is a date or a time since 1970, not a small number."""
-    try:
-        return bool((Clock(name=name).seconds(column.dropna().iloc[:1], Source(Path()), name) >= FIRST_DATE_S).any())
-    except DataFormatError:
-        return False
+    return bool((Clock(name=name).seconds(column.dropna().iloc[:1], Source(Path()), name) >= FIRST_DATE_S).any())
 
 
 class Clock:
-    """Reader of a log's times; the first cell decides the format of all.
+    """Reader of a log's times; the first cell that is a time decides the format of all.
 
     ``assumed`` says that nothing in the log tells the unit, and times were taken for seconds.
     """
@@ -75,8 +72,9 @@ class Clock:
 
     def _settle(self, column: pd.Series) -> None:
         known = column.dropna()
-        first = known.iloc[0] if len(known) else 0
-        number = numbers_or_nan(known.iloc[:1])[0] if len(known) else 0.0
+        values = numbers_or_nan(known)
+        at = next((i for i, cell in enumerate(known) if values[i] == values[i] or _DATE.match(str(cell).strip())), 0)
+        first, number = (known.iloc[at], values[at]) if len(known) else (0, 0.0)
         if isinstance(first, str) and np.isnan(number) and (self._unit is None or _DATE.match(first.strip())):
             self._unit = None  # a date needs no unit
             self.form = "ISO 8601" if "/" not in first.partition(":")[0] else "time of a web server's log"
@@ -90,21 +88,28 @@ class Clock:
                 self._unit, self.form, self.assumed = unit, f"epoch {unit}", False
 
     def _of_dates(self, column: pd.Series, dates: pd.Series, source: Source, name: str) -> FloatArray:
-        if dates.isna().any():
-            at = int(np.flatnonzero(dates.isna())[0])
-            raise _cell(column, at, source, name).wrong(
+        for at in np.flatnonzero(dates.isna()).tolist():
+            error = _cell(column, at, source, name).wrong(
                 "is not a time: neither ISO 8601, as 2023-11-16T18:15:46.680Z, nor a number of s, ms, us or ns"
             )
+            source.leave_out(int(column.index[at]), error)
         since: FloatArray = dates.dt.as_unit("us").astype("int64").to_numpy() / 1e6
         return since
 
 
 def numbers(column: pd.Series, source: Source, name: str, low: float, high: float) -> FloatArray:
-    """Cells as numbers within bounds. Raises :class:`DataFormatError` about the first cell that is not one."""
+    """Cells as numbers within bounds; rows with any other cell are left out (:meth:`Source.leave_out`)."""
     values = numbers_or_nan(column)
-    wrong = ~((values >= low) & (values <= high))
-    if wrong.any():
-        _refuse(column, int(np.flatnonzero(wrong)[0]), source, name, low, high)
+    for at in np.flatnonzero(~((values >= low) & (values <= high))).tolist():
+        cell = _cell(column, at, source, name)
+        try:
+            if cell.value is None:
+                raise cell.source.wrong(f"{cell.name} is missing", cell.name)
+            cell.number(low, high)
+            raise cell.wrong("is not a number")
+        except DataFormatError as found:
+            error = found
+        source.leave_out(int(column.index[at]), error)
     return values
 
 
@@ -137,9 +142,9 @@ CLASSES: Final = {
 def classes(column: pd.Series, source: Source, name: str) -> FloatArray:
     """Cells as priority classes: their names or their numbers."""
     index = classes_or_nan(column)
-    if np.isnan(index).any():
-        cell = _cell(column, int(np.flatnonzero(np.isnan(index))[0]), source, name)
-        raise cell.wrong(f"is not allowed: it must be one of {', '.join(CLASSES)}")
+    for at in np.flatnonzero(np.isnan(index)).tolist():
+        error = _cell(column, at, source, name).wrong(f"is not allowed: it must be one of {', '.join(CLASSES)}")
+        source.leave_out(int(column.index[at]), error)
     return index
 
 
@@ -173,11 +178,3 @@ def _cell(column: pd.Series, at: int, source: Source, name: str) -> Value:
     if column.dtype != object and pd.isna(raw):
         raw = None
     return Value(here, name, raw.tolist() if isinstance(raw, (np.generic, np.ndarray)) else raw, True)
-
-
-def _refuse(column: pd.Series, at: int, source: Source, name: str, low: float, high: float) -> None:
-    cell = _cell(column, at, source, name)
-    if cell.value is None:
-        raise cell.source.wrong(f"{cell.name} is missing", cell.name)
-    cell.number(low, high)
-    raise cell.wrong("is not a number")

@@ -14,7 +14,7 @@ from typing import Final
 
 from inferencegym.errors import InvalidConfigError, short_text
 from ops.log.formats import FORMATS, TABLE, Format
-from ops.log.source import Source, Value
+from ops.log.source import Source
 
 QUANTITIES: Final = (
     *("arrival", "prompt", "output", "class", "priority", "reused", "status", "blocks", "session", "id", "model"),
@@ -84,8 +84,7 @@ _VLLM_LINE: Final = re.compile(r"(\(\w+ pid=\d+\) )?(INFO|WARNING|DEBUG|ERROR) \
 _ACCESS_LINE: Final = re.compile(r"\[\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d")
 """The time in a line of a web server's access log."""
 HEADER_CHARS: Final = 4_096
-ROWS_CHARS: Final = 65_536
-"""Characters of the header, and of a whole table, that :func:`check_table` reads: 30 ms of work at most."""
+"""Characters of the header that :func:`check_table` reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +259,11 @@ def file_name(name: str | None) -> str:
     return short_text(Path(name or "log.csv").name)
 
 
-def check_table(
-    name: str, content: str, columns: str | None = None, only: str | None = None, skip_bad: int = 0
-) -> None:
-    """Refuse a table whose header lacks a column, or that has a token count that is no number, without pandas.
+def check_table(name: str, content: str, columns: str | None = None, only: str | None = None) -> None:
+    """Refuse a table whose header lacks a column, without pandas.
 
     The error is that of :func:`ops.log.reader.import_log`. Only what is plain is judged: JSON, quoted names, names that
-    are missing, longer headers and longer tables are left to the reader, and so are rows that may be left out.
+    are missing and longer headers are left to the reader.
     """
     chosen = [] if only is None else [parse_filter(only)]
     source = Source(Path(name), content=content[:HEADER_CHARS], only=chosen)
@@ -276,28 +273,8 @@ def check_table(
         if not whole or not line.strip() or line.strip()[0] in "{[" or '"' in line:
             return
         there = csv_header(source)[2]
-        if not all(there):
-            return
-        names = table_format(source, "auto", there, None if columns is None else parse_columns(columns))[1].names
-        if len(content) <= ROWS_CHARS and '"' not in content and not (skip_bad or only or "status" in names):
-            _check_rows(Source(Path(name), content=content), there, names)
-
-
-def _check_rows(source: Source, there: list[str], names: Mapping[str, str]) -> None:
-    """Refuse the first prompt, else the first output, that is no number; rows without a time are left to the reader."""
-    before, separator, _ = csv_header(source)
-    rows = {}
-    for line in source.lines():
-        cells = [cell.strip() for cell in line.split(separator)]
-        if source.line > before + 1 and len(cells) <= len(there):
-            rows[source.line] = dict(zip(there, cells, strict=False))
-    for name in (names["prompt"], names["output"]):
-        for source.line, row in rows.items():
-            if not row.get(names["arrival"]):
-                continue
-            if not (cell := row.get(name)):
-                raise source.wrong(f"{short_text(name)} is missing", short_text(name))
-            Value(source, short_text(name), cell, cell=True).tokens()
+        if all(there):
+            table_format(source, "auto", there, None if columns is None else parse_columns(columns))
 
 
 def check_names(source: Source, names: Collection[str], before: str = "") -> None:

@@ -11,7 +11,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -46,7 +45,7 @@ from ops.log.names import (
     plain,
     table_format,
 )
-from ops.log.source import SKIP_HINT, Source, Value
+from ops.log.source import MAX_SKIP_BAD, Source, Value
 from simulator.hardware.tables import FloatArray
 from simulator.load.prefix import BLOCK_TOKENS, PrefixReuse
 from simulator.load.recorded import load_trace
@@ -60,8 +59,6 @@ system prompts, which every replica holds."""
 COARSE_TICK_S: Final = 0.5
 """Arrivals recorded in steps at least this long are spread within their step."""
 ROWS_AT_ONCE: Final = 50_000
-MAX_SKIP_BAD: Final = 10_000
-"""Most rows that cannot be read and may be left out: with more, the format is the wrong one."""
 TELLING_GAP_S: Final = {True: 2.0, False: 60.0}
 """Mean time between requests (s) above which numbers without a unit may be ms, by whether all are whole."""
 LEAST_TELLING: Final = 10
@@ -72,7 +69,6 @@ MAX_USUAL_S: Final = 100.0
 """Longest median duration (s) that is believed without a unit."""
 LEAST_TOKEN_S: Final = 2e-4
 """Shortest median duration per output token that is believed: a tenth of what the fastest shipped table takes."""
-_BAD_SHOWN: Final = 5
 _RECORDS_SEEN: Final = 100
 """Records searched for columns: not every record has all fields."""
 _LISTS: Final = ("data", "logs", "results", "records", "rows", "items", "requests")
@@ -293,6 +289,8 @@ def _records(
     for number, record in islice(records(), _RECORDS_SEEN):
         there.update(dict.fromkeys(_flat(source, _object(source, number, record))))
         check_names(source, there)
+    if not there:
+        source.check_bad(0)
     source.line = 0
     if not there:
         raise source.wrong("holds no requests")
@@ -374,20 +372,19 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
             if not any(map(len, pieces)):
                 seen.update(map(str, raw[column].dropna()))
             raw = raw[np.array([str(cell) in values for cell in raw[column]], dtype=bool)]
-        for piece in _readable(source, table, raw):
-            pieces.append(piece.iloc[:room])
-            room -= len(pieces[-1])
-            if "model" in table.columns.names:
-                models.update(map(str, raw[table.columns.names["model"]].loc[pieces[-1].index].dropna()))
-            if "blocks" in table.columns.names:
-                blocks += _blocks_of(source, table.columns.names["blocks"], raw.loc[pieces[-1].index])
+        pieces.append(_numbers_of(source, table, raw).iloc[:room])
+        room -= len(pieces[-1])
+        if "model" in table.columns.names:
+            models.update(map(str, raw[table.columns.names["model"]].loc[pieces[-1].index].dropna()))
+        if "blocks" in table.columns.names:
+            blocks += _blocks_of(source, table.columns.names["blocks"], raw.loc[pieces[-1].index])
         if sum(map(len, pieces)) > MAX_REQUESTS:
             source.line = max(0, int(pieces[-1].index[-1]))
             raise source.wrong(f"is request {MAX_REQUESTS + 1:,}, one more than a log may hold; cut it with --limit")
         if room <= 0:
             break
+    source.check_bad(sum(map(len, pieces)))
     source.line = 0
-    _note_bad(source)
     rows = pd.concat(pieces) if pieces else pd.DataFrame()
     if not len(rows):
         if not source.only:
@@ -412,32 +409,6 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
     rows, blocks = _without_duplicates(source, table, rows, blocks)
     _note_oddities(source, table, rows)
     return _with_outputs(source, _with_classes(source, table, rows)), blocks
-
-
-def _readable(source: Source, table: _Table, raw: pd.DataFrame) -> list[pd.DataFrame]:
-    """Requests of a frame that count, as numbers, without rows that cannot be read, as far as the source allows."""
-    skipped, clock = Counter(source.skipped), copy(table.clock)
-    try:
-        return [_numbers_of(source, table, raw)]
-    except DataFormatError as error:
-        if source.skip_bad == 0:
-            error.add_note(SKIP_HINT)
-            raise
-        source.skipped, table.clock = skipped, clock
-        if len(raw) == 1:
-            source.leave_out(int(raw.index[0]), error)
-            return []
-    half = len(raw) // 2
-    return [*_readable(source, table, raw[:half]), *_readable(source, table, raw[half:])]
-
-
-def _note_bad(source: Source) -> None:
-    """Count the rows that could not be read, and list the first."""
-    if source.bad:
-        source.skipped["cannot be read"] = len(source.bad)
-        shown = list(source.bad.values())[:_BAD_SHOWN]
-        more = f"; and {len(source.bad) - len(shown):,} more" if len(source.bad) > len(shown) else ""
-        source.notes.append(f"rows that cannot be read are left out: {'; '.join(shown)}{more}")
 
 
 def _note_oddities(source: Source, table: _Table, rows: pd.DataFrame) -> None:
@@ -565,13 +536,14 @@ def _with_outputs(source: Source, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFrame:
-    """Requests of a frame that count, as numbers; those left out are counted by reason."""
+    """Requests of a frame that count and can be read, as numbers; those left out are counted by reason."""
     names = table.columns.names
     lost = failed(raw[names["status"]], names["status"]) if "status" in names else np.zeros(len(raw), dtype=bool)
     if lost.any():
         out = lost & (source.skip_failed | ~(numbers_or_nan(raw[names["prompt"]]) >= 1))
         _count(source, "failed", out)
         raw, lost = raw[~out], lost[~out]
+    arrival = table.clock.seconds(raw[names["arrival"]], source, names["arrival"])
     prompt = tokens(raw[names["prompt"]], source, names["prompt"])
     # The output of a failed request, if recorded at all, is not the output that it asked for.
     answered = raw[names["output"]].astype("object").where(~lost, 0) if lost.any() else raw[names["output"]]
@@ -586,7 +558,7 @@ def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFram
         took = Clock(table.columns.units.get("duration"), name).seconds(raw[name], source, name)
     frame = pd.DataFrame(
         {
-            "arrival": table.clock.seconds(raw[names["arrival"]], source, names["arrival"]) - took,
+            "arrival": arrival - took,
             "duration": took,
             "prompt": prompt,
             "unanswered": output < 1,
@@ -598,10 +570,11 @@ def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFram
         },
         index=raw.index,
     )
-    out = lost & source.skip_failed
+    read = ~raw.index.isin(list(source.bad))
+    out = lost & source.skip_failed & read
     _count(source, "failed", out)
-    _count(source, "no prompt", (prompt < 1) & ~out)
-    return frame[(prompt >= 1) & ~out]
+    _count(source, "no prompt", (prompt < 1) & ~out & read)
+    return frame[(prompt >= 1) & ~out & read]
 
 
 def _classes_of(source: Source, names: Mapping[str, str], raw: pd.DataFrame) -> FloatArray | float:

@@ -39,8 +39,9 @@ _DECODER: Final = json.JSONDecoder()
 _SPACE: Final = re.compile(r"\s*")
 
 
-SKIP_HINT: Final = "--skip-bad N leaves out up to N such rows"
-"""Note on errors about a row, for users of the command line."""
+MAX_SKIP_BAD: Final = 10_000
+"""Most rows that cannot be read and may be left out: with more, the format is the wrong one."""
+_BAD_SHOWN: Final = 5
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class Source:
     the values of which every request must have one in it, ``skip_bad`` is how many rows that cannot be read may be left
     out, and ``drop_duplicates`` whether only the first request of each id counts.
     Reading sets the other fields: the current line (0: none), the list that records lie ``within``, rows left out by
-    reason, what is wrong with each row that cannot be read (:meth:`leave_out`), the size of blocks of repeated
+    reason, the errors of each row that cannot be read by field (:meth:`leave_out`), the size of blocks of repeated
     prefixes, and ``notes``, sentences about the log.
     """
 
@@ -66,7 +67,7 @@ class Source:
     within: str = ""
     block_tokens: int = BLOCK_TOKENS
     skipped: Counter[str] = field(default_factory=Counter)
-    bad: dict[int, str] = field(default_factory=dict)
+    bad: dict[int, dict[str, DataFormatError]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     model: str | None = None
 
@@ -76,20 +77,42 @@ class Source:
         return DataFormatError(f"{place}: {what}", self.line or None, field)
 
     def leave_out(self, row: int, error: DataFormatError) -> None:
-        """Leave out a row that cannot be read, known by its line or another number.
+        """Leave out a row that cannot be read, known by its line or position; :meth:`check_bad` may refuse it later."""
+        self.bad.setdefault(row, {})[error.field or ""] = error
+        if len(self.bad) > MAX_SKIP_BAD:
+            self._refuse_bad(f"more than {MAX_SKIP_BAD:,} rows cannot be read: this is not the format")
 
-        Raises ``error`` if :attr:`skip_bad` is 0, and an error that counts the rows if there are more than it allows.
+    def check_bad(self, readable: int) -> None:
+        """Count the rows left out and list the first; ``readable`` is the number of the others.
+
+        Raises an error about the first row, with all of its wrong fields and the number of such rows, if there are more
+        than :attr:`skip_bad` or no others.
         """
-        self.bad[row] = str(error).removeprefix(f"{self.path}, ")
-        if self.skip_bad == 0:
-            error.add_note(SKIP_HINT)
-            raise error
-        if len(self.bad) > self.skip_bad:
-            raise DataFormatError(
-                f"{error}; {len(self.bad):,} rows cannot be read, and --skip-bad allows {self.skip_bad:,}",
-                error.line,
-                error.field,
-            )
+        if not (n := len(self.bad)):
+            return
+        if not readable:
+            self._refuse_bad("no row can be read")
+        if n > self.skip_bad:
+            said = f"{n:,} row{'s' if n > 1 else ''} cannot be read"
+            self._refuse_bad(f"{said}, and --skip-bad allows {self.skip_bad:,}" if self.skip_bad else said)
+        self.skipped["cannot be read"] = n
+        shown = [self._told(row).removeprefix(f"{self.path}, ") for row in sorted(self.bad, key=abs)[:_BAD_SHOWN]]
+        more = f"; and {n - len(shown):,} more" if n > len(shown) else ""
+        self.notes.append(f"rows that cannot be read are left out: {'; '.join(shown)}{more}")
+
+    def _refuse_bad(self, count: str) -> None:
+        first = min(self.bad, key=abs)
+        error = next(iter(self.bad[first].values()))
+        refused = DataFormatError(f"{self._told(first)}; {count}", error.line, error.field)
+        if count.endswith("cannot be read"):
+            refused.add_note("--skip-bad N leaves out up to N such rows")
+        raise refused
+
+    def _told(self, row: int) -> str:
+        """Everything that is wrong with a row."""
+        self.line = max(0, row)
+        first, *others = map(str, self.bad[row].values())
+        return "; ".join([first, *(text.removeprefix(str(self.wrong(""))) for text in others)])
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -157,7 +180,7 @@ class Source:
         return self.object(self.text())
 
     def json_lines(self) -> Iterator[Value]:
-        """JSON objects, one a line; lines that hold none are left out as far as :attr:`skip_bad` allows."""
+        """JSON objects, one a line, without lines that hold none (:meth:`leave_out`)."""
         for line in self.lines():
             if line.strip():
                 try:

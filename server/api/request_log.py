@@ -86,7 +86,7 @@ class LogRequest(Message):
 
     def check(self) -> None:
         """Refuse at once what needs no job."""
-        check_table(file_name(self.name), self.log, self.columns, self.filter, self.skip_bad or 0)
+        check_table(file_name(self.name), self.log, self.columns, self.filter)
 
 
 class LogRoutes(Routes):

@@ -635,7 +635,7 @@ def test_rows_that_cannot_be_read_are_left_out_listed_and_counted_up_to_the_numb
         lines_of = ("line 2: input=-4 is not allowed", "line 3: is not JSON", "line 4: input is missing")
     path = tmp_path / f"log.{kind}"
     path.write_text(text)
-    with pytest.raises(DataFormatError):
+    with pytest.raises(DataFormatError, match=f"{lines_of[0]}.*; 3 rows cannot be read"):
         import_log(path)
     with pytest.raises(DataFormatError, match="3 rows cannot be read, and --skip-bad allows 2"):
         import_log(path, skip_bad=2)
@@ -652,8 +652,29 @@ def test_rows_that_cannot_be_read_are_left_out_listed_and_counted_up_to_the_numb
 def test_a_whole_file_of_another_kind_is_refused_however_many_rows_may_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("time,input,output\n" + "a,b,c\n" * 40)
-    with pytest.raises(DataFormatError, match="31 rows cannot be read, and --skip-bad allows 30"):
-        import_log(path, skip_bad=30)
+    for allowed in (0, 40):
+        with pytest.raises(DataFormatError, match=r"line 2: time='a' is not a time.*; no row can be read$"):
+            import_log(path, skip_bad=allowed)
+
+
+def test_everything_that_is_wrong_with_the_first_bad_row_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("time,input,output\n0,1,2\n1,,many\nsoon,2,3\n4,5,6\n")
+    with pytest.raises(DataFormatError) as refused:
+        import_log(path)
+    said = f"{path}, line 3: input is missing; output='many' is not a number; 2 rows cannot be read"
+    assert str(refused.value) == said
+    assert (refused.value.line, refused.value.field) == (3, "input")
+    path.write_text("time,input,output\n0,1,2\n1,,3\n")
+    with pytest.raises(DataFormatError, match=r"line 3: input is missing; 1 row cannot be read\n"):
+        import_log(path)
+
+
+def test_a_first_time_that_cannot_be_read_does_not_decide_the_format_of_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    for times in (("7.5", "9"), ("2026-01-01T00:00:07.5Z", "2026-01-01T00:00:09Z")):
+        path.write_text("time,input,output\n" + "".join(f"{time},1,2\n" for time in ("soon", *times)))
+        assert import_log(path, skip_bad=1).log.arrival_s.tolist() == [0.0, 1.5]
 
 
 def test_a_format_that_nobody_reads_is_refused_with_those_that_are(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ WRONG: Final = [
     ("a.jsonl", LINE % "0" + LINE % ("[" * 5000), 2, None, "nested"),
     ("a.jsonl", LINE % "0" + (LINE % "1").replace("}", ', "hash_ids": [1]}'), 1, "hash_ids", "other lines"),
     ("a.jsonl", (LINE % "1").replace("}", ', "hash_ids": [1, true]}'), 1, "hash_ids[1]", "=True"),
-    ("a.jsonl", AIPERF + '{"metadata": 5, "metrics": {"x": 1}}', 4, "metrics.input_sequence_length.value", "missing"),
+    ("a.jsonl", AIPERF + '{"metadata": 5, "metrics": {"x": 1}}', 4, "metadata.request_start_ns", "missing"),
     ("a.json", vllm(errors=5), None, "errors", "=5"),
     ("a.json", vllm(errors={"a": 1}), None, "errors", "={...}"),
     ("a.json", vllm(errors=[""]), None, None, "equal length"),
