@@ -586,8 +586,9 @@ def verdict(report: ShadowReport, tables: ServingTables) -> list[str]:
     own = "vLLM's defaults" if report.fixed_action == vllm_defaults(tables).to_dict() else "your configuration"
     late = f"{best.slo_miss_share:.1%} of the requests get their first token after {report.slo_ms:g} ms"
     if best is fixed:
-        kept = f"Keep {own} ({_shadow_setting(report.fixed_action, tables)}): {late}."
-        return [kept, _why_not(report, constant, tables)]
+        told = late if best.slo_miss_share else f"all requests get their first token within {report.slo_ms:g} ms"
+        kept = f"Keep {own} ({_shadow_setting(report.fixed_action, tables)}): {told}."
+        return [kept, *(_set_aside(report, tables) or [_why_not(report, constant, tables)])]
     asked = f"Set {_shadow_setting(best.action, tables)}" if best.action else f"Let {best.policy} set the knobs"
     changed = f" (not {_own_tier(report, tables)}: this changes the model's answers)" if best.action else ""
     if other := _other_tiers(report, best, tables):
@@ -598,6 +599,7 @@ def verdict(report: ShadowReport, tables: ServingTables) -> list[str]:
         f"{asked}{changed if other else ''}: {late}, against {beaten.slo_miss_share:.1%} with {rival}.",
         f"The difference is real, not noise: 95% interval {gain - chance:.1%} to {gain + chance:.1%}.",
         *_in_own_precision(report, own, tables),
+        *_set_aside(report, tables),
     ]
 
 
@@ -607,8 +609,7 @@ def _own_tier(report: ShadowReport, tables: ServingTables) -> str:
 
 def _other_tiers(report: ShadowReport, outcome: PolicyOutcome, tables: ServingTables) -> list[str]:
     """Precisions that an outcome uses besides that of the user's own setting."""
-    used = sorted({int(tier) for tier in outcome.timeline["quant_tier"]} - {report.fixed_action["quant_tier"]})
-    return [tables.tiers[tier] for tier in used]
+    return [tables.tiers[tier] for tier in report.other_tiers(outcome)]
 
 
 def _in_own_precision(report: ShadowReport, own: str, tables: ServingTables) -> list[str]:
@@ -623,12 +624,26 @@ def _in_own_precision(report: ShadowReport, own: str, tables: ServingTables) -> 
     ]
 
 
+def _set_aside(report: ShadowReport, tables: ServingTables) -> list[str]:
+    """What another precision would gain, if it clearly would and is not recommended because it is not needed."""
+    best, other = report.best(), min(report.outcomes, key=lambda o: o.slo_miss_share)
+    if not report.clear(other, best):
+        return []
+    name = f"The best constant ({_shadow_setting(other.action, tables)})" if other.action else other.policy.capitalize()
+    return [
+        f"{name} has {other.slo_miss_share:.1%} late, but {' and '.join(_other_tiers(report, other, tables))} changes "
+        f"the model's answers, and {_own_tier(report, tables)} meets the objective without that."
+    ]
+
+
 def _why_not(report: ShadowReport, constant: PolicyOutcome, tables: ServingTables) -> str:
     """Why the best constant is not recommended in place of the user's own setting."""
     fixed, action = report.outcomes[0], constant.action
     assert action is not None
     if action == report.fixed_action:
         return "Of all constant settings tried it has the fewest late."
+    if report.meets(fixed):
+        return "This meets the objective, and no setting tried has clearly fewer late."
     gain, chance = report.gain(constant, fixed), report.noise(constant, fixed)
     noise = f"which may be noise (95% interval of the difference {gain - chance:.1%} to {gain + chance:.1%})"
     late = f"{constant.slo_miss_share:.1%} late, {noise}" if gain > 0.0 else "no fewer late"

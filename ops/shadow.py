@@ -75,6 +75,7 @@ class ShadowReport:
     setting; it is empty if none is. ``short`` says that no constant setting serves enough of the others in time on
     these GPUs, and how many GPUs would do; it is empty if one does. A request is in time if its first token comes
     within ``slo_ms``; the first of the ``objectives`` says so, the others are only checked (:meth:`misses`).
+    ``late_allowed`` is the share of late requests with which it is still met, with those that are too long.
     """
 
     log: dict[str, Any]
@@ -91,19 +92,34 @@ class ShadowReport:
     currency: str = ""
     refused: str = ""
     short: str = ""
+    late_allowed: float = 1 - TTFT.share
 
     def best(self) -> PolicyOutcome:
         """The recommended policy.
 
         The best adaptive policy, if it clearly beats both constants; else the best constant, if it clearly beats the
-        user's own configuration, in their precision if no other is clearly better; else the user's own.
+        user's own configuration, in their precision if no other is clearly better; else the user's own. Another
+        precision changes the model's answers: it counts only if nothing in the user's own meets the objectives.
         """
         fixed, constant, *others = self.outcomes
-        adaptive = min((o for o in others if o.policy != OWN_PRECISION), key=_missed, default=constant)
-        if self.clear(adaptive, constant) and self.clear(adaptive, fixed):
-            return adaptive
-        constants = [*(o for o in others if o.policy == OWN_PRECISION), constant]
-        return next((o for o in constants if self.clear(o, fixed) and not self.clear(constant, o)), fixed)
+        own = [o for o in others if o.policy == OWN_PRECISION]
+        adaptive = [o for o in others if o.policy != OWN_PRECISION]
+        if any(self.meets(o) for o in self.outcomes if not self.other_tiers(o)):
+            adaptive = [o for o in adaptive if not self.other_tiers(o)]
+            constant = next(o for o in (constant, *own, fixed) if not self.other_tiers(o))
+        best = min(adaptive, key=_missed, default=constant)
+        if self.clear(best, constant) and self.clear(best, fixed):
+            return best
+        return next((o for o in (*own, constant) if self.clear(o, fixed) and not self.clear(constant, o)), fixed)
+
+    def meets(self, outcome: PolicyOutcome) -> bool:
+        """Whether ``outcome`` meets the objectives by its simulated figures."""
+        late = outcome.slo_miss_share > self.late_allowed
+        return not late and not replace(self, objectives=self.objectives[1:]).misses(outcome)
+
+    def other_tiers(self, outcome: PolicyOutcome) -> list[int]:
+        """Precisions that an outcome uses besides that of the user's own setting."""
+        return sorted({int(tier) for tier in outcome.timeline["quant_tier"]} - {self.fixed_action["quant_tier"]})
 
     def clear(self, outcome: PolicyOutcome, baseline: PolicyOutcome) -> bool:
         """Whether ``outcome`` has more requests in time than ``baseline``, beyond chance (:func:`noise`)."""
@@ -219,8 +235,8 @@ def shadow(
         *(gpus.policy(_name(agent), agent, scaled).outcome for agent in agents),
     ]
     hardware = str(tables.meta["hardware"])
-    short = ""
-    if outcomes[1].slo_miss_share > too_long + 1 - enough:
+    short, late_allowed = "", too_long + 1 - enough
+    if outcomes[1].slo_miss_share > late_allowed:
         least = n_gpus // tables.cards_per_replica + 1
         found = _fewest_replicas(screened, tables, least, drafts, enough) if more_help else None
         more = (
@@ -250,6 +266,7 @@ def shadow(
         currency="" if prices is None else prices.currency,
         refused=refused(tokens, tables, pool_tokens),
         short=short,
+        late_allowed=late_allowed,
     )
 
 
