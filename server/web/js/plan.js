@@ -4,7 +4,7 @@ import { once } from "./api.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { player } from "./players.js";
-import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting, waitFor } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, leftOut, namer, setting, waitFor } from "./request_log.js";
 
 const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
 const BESIDE = 13; // between cards that cost as much, of a picture's width
@@ -27,7 +27,6 @@ class PlanTab {
       label: "Request log to plan for (CSV or JSON)", example: "Load an example log", onProblem: (error) => this.refuse(error),
       hint: "A table with arrival time, prompt tokens and output tokens under any usual names, or a published trace. The server does not keep it.",
     });
-    this.alert = new Alert(this.box);
     this.ttft = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "500" });
     this.tpot = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "50" });
     this.e2e = el("input", { type: "number", min: "1", max: "999999", step: "1", placeholder: "20000" });
@@ -40,6 +39,7 @@ class PlanTab {
     this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
     this.replicas = el("input", { type: "number", min: "1", max: "256", step: "1", placeholder: "1" });
     this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
+    this.alert = new Alert(this.box, this.button);
     this.out = el("div", { "aria-live": "polite" }, el("p", { class: "note", text: "The plan appears here: what to rent, its settings, and the latency of each card. Searching takes some seconds." }));
     this.node = el("div", {},
       el("h2", { text: "Which GPUs, how many, which settings" }),
@@ -105,7 +105,7 @@ class PlanTab {
     try {
       const body = this.request();
       const cards = this.cards.querySelectorAll("[type=checkbox]:checked").length;
-      const report = await waitFor(this.out, `Searching ${cards} ${cards > 1 ? "cards" : "card"}: hundreds of settings on more and more GPUs, then the best of them request by request. Usually some seconds; a minute for a long log.`, "plan", body);
+      const report = await waitFor(this.alert, this.out, `Searching ${cards} ${cards > 1 ? "cards" : "card"}: hundreds of settings on more and more GPUs, then the best of them request by request. Usually some seconds; a minute for a long log.`, "plan", body);
       if (report) this.report(report);
     } catch (error) {
       this.refuse(error);
@@ -131,7 +131,7 @@ class PlanTab {
     const row = (plan) => [cardName(plan.card), plan.n_gpus, plan.tensor_parallel, settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100%" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const plans = first ? [first, ...report.plans.filter((plan) => plan.hardware !== first.hardware || plan.n_gpus !== first.n_gpus || plan.precision !== first.precision)] : nearest(report);
-    const nodes = [el("h2", { class: "verdict", text: said }), ...more.map((text) => el("p", { text }))];
+    const nodes = [el("h2", { class: "verdict", text: said }), ...more.map((text) => el("p", { text })), leftOut(report.read)];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
     if (!refused) {
       const fleets = table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card` : "Nearest fleet of each card", ["Fleet", "Certainty", ...(first ? ["GPUs for 90% certainty"] : []), "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short));
@@ -150,7 +150,7 @@ class PlanTab {
       report.autoscaling.map((each) => [player({ name: each.policy }).label, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     if (other.length) nodes.push(folded("Adaptive policies and autoscalers", ...other));
     nodes.push(folded("All notes: errors, limits, what was left out", el("ul", {}, ...[...report.read.notes, ...report.notes].map((text) => el("li", { text: inTheForm(this.named(text)) })))));
-    this.tell(...nodes);
+    this.tell(...nodes.filter(Boolean));
     this.out.scrollIntoView({ block: "nearest" });
     announce(said);
   }

@@ -20,6 +20,9 @@ export class LogBox extends DropBox {
     this.name = "log.csv";
     this.called = "Your text"; // until a file is taken
     this.columns = el("input", { type: "text", maxlength: "1000", placeholder: "arrival=ts:ms" });
+    this.repair = el("div"); // fields that appear where the log is refused, and stay with it
+    this.chosen = []; // of them, the choices of columns: [quantity, label, select]
+    this.skip = el("input", { type: "checkbox" });
     this.filter = el("input", { type: "text", maxlength: "1000", placeholder: "model=llama" });
     /** Fields that say how the log is read. */
     this.fields = [field("Columns of the log", this.columns, "Only for unusual names, or times without a unit."), field("Only rows with", this.filter, "One model, if the log has several.")];
@@ -34,38 +37,71 @@ export class LogBox extends DropBox {
     }
   }
 
-  /** Throws an error in the words of the form if there is no log. */
+  /** Another text: what was said of the last one and repaired there is forgotten. */
+  put(text, name) {
+    if (this.chosen.length) this.columns.value = "";
+    this.chosen = [];
+    this.skip.checked = false;
+    fill(this.repair);
+    this.onForget?.();
+    super.put(text, name);
+  }
+
+  /** Throws an error in the words of the form if there is no log, or a column is not chosen. */
   requireLog() {
+    const [, label, missing] = this.chosen.find(([, , { value }]) => !value) ?? [];
+    if (missing) throw { field: missing, message: `${label}: no column is chosen`, next: "choose one" };
     if (this.area.value.trim()) return;
     throw { field: this.area, ...(this.refused ? { message: `The file was refused: ${this.refused.message}`, next: this.refused.next } : { message: "There is no log yet", next: "drop a file, paste text, or load the example" }) };
   }
 
-  /** Fields that choose the columns of a table, as guessed from their names, and fill in Columns of the log; null where there is no table. */
+  /** Offer to choose the columns, as guessed from their names; the choices fill in Columns of the log. false where there are no names. */
   chooseColumns() {
-    const [header = ""] = this.area.value.trimStart().split("\n", 1), separator = [",", ";", "\t", "|"].reduce((best, each) => (header.split(each).length > header.split(best).length ? each : best));
-    const names = header.split(separator).map((name) => name.trim().replace(/^"(.*)"$/, "$1")).filter((name) => name && !/[,=]/.test(name));
-    if (names.length < 3 || /^[{[]/.test(header)) return null;
-    const chosen = LOOKS.map(([quantity, label, looks]) => {
+    const [header = ""] = this.area.value.trimStart().split("\n", 1), names = namesIn(header).filter((name) => name && !/[,=]/.test(name));
+    if (names.length < 3) return false;
+    this.chosen = LOOKS.map(([quantity, label, looks]) => {
       const guess = looks.map((look) => names.find((name) => look.test(name))).find(Boolean);
       return [quantity, label, select([["", "choose"], ...names.map((name) => [name, name])], guess ?? "", () => write())];
     });
-    const write = () => { this.columns.value = chosen.filter(([, , { value }]) => value).map(([quantity, , { value }]) => `${quantity}=${value}`).join(","); };
+    const write = () => { this.columns.value = this.chosen.filter(([, , { value }]) => value).map(([quantity, , { value }]) => `${quantity}=${value}`).join(","); };
     write();
-    return el("div", {}, el("p", { class: "note", text: "Which column is which? Check the guess, then start again." }), el("div", { class: "controls small" }, ...chosen.map(([, label, choice]) => field(label, choice))));
+    fill(this.repair, el("div", { class: "controls small" }, ...this.chosen.map(([, label, choice]) => field(label, choice))));
+    return true;
+  }
+
+  /** Offer to leave out the `bad` rows that cannot be read. */
+  chooseRows(bad) {
+    Object.assign(this, { bad });
+    this.skip.checked = false;
+    fill(this.repair, el("label", { class: "chip plain" }, this.skip, bad > 1 ? `Leave out the ${bad} rows that cannot be read` : "Leave out the row that cannot be read"));
   }
 
   /** The log as requests have it: its text, a name whose ending tells CSV from JSON, and how to read it. */
   get body() {
     const given = ({ value }) => value.trim() || undefined;
-    return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : `${this.name}.csv`, columns: given(this.columns), filter: given(this.filter) };
+    return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : `${this.name}.csv`, columns: given(this.columns), filter: given(this.filter), skip_bad: this.skip.checked ? this.bad : undefined };
+  }
+}
+
+/** Names of columns in the first line of a table, or paths of fields in a record. */
+function namesIn(header) {
+  if (!/^[{[]/.test(header)) {
+    const separator = [",", ";", "\t", "|"].reduce((best, each) => (header.split(each).length > header.split(best).length ? each : best));
+    return header.split(separator).map((name) => name.trim().replace(/^"(.*)"$/, "$1"));
+  }
+  const paths = (record, before) => Object.entries(record).flatMap(([name, value]) => (value instanceof Object && !Array.isArray(value) ? paths(value, `${before}${name}.`) : [before + name]));
+  try {
+    return paths(JSON.parse(header), "");
+  } catch {
+    return [];
   }
 }
 
 // What names of columns look like, the surest first.
 const LOOKS = [
   ["arrival", "Arrival time", [/arriv|start|time|date|when/i, /^ts|created|received/i]],
-  ["prompt", "Prompt tokens", [/prompt|input|context/i, /in.?tok|tok.*in|^in/i]],
-  ["output", "Output tokens", [/output|completion|generated|response/i, /out.?tok|tok.*out|^out|^gen/i]],
+  ["prompt", "Prompt tokens", [/prompt|input|context/i, /in.?tok|tok.*in|^in|tok.?i/i]],
+  ["output", "Output tokens", [/output|completion|generated|response/i, /out.?tok|tok.*out|^out|^gen|tok.?o/i]],
 ];
 
 const IN_THE_FORM = [
@@ -80,43 +116,65 @@ export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => t
 
 // What to change in the form where a message says so of the log; nothing where the message has told it.
 const REMEDIES = [
-  [/: no column '/, "name another one under Columns of the log"], [/: holds no requests with /, "change Only rows with"],
+  [/; [\d,]+ rows? cannot be read/, "leave out such rows, or correct the file"], [/: no column '/, "name another one under Columns of the log"], [/: holds no requests with /, "change Only rows with"],
   [/: no request (between|from) /, "change From second or To second"], [/Columns of the log|Only rows with|From second/, ""],
 ];
 
-/** An alert with an error of a form, or of the API in the form's words; `box` has the log that it is about. */
+/** An error of a form, or of the API in the form's words; `box` has the log that it is about. */
 function refusal({ message, code = "", next = "" }, box) {
   const told = inTheForm(message), remedy = REMEDIES.find(([said]) => said.test(told))?.[1] ?? (code.startsWith("invalid_") ? "" : undefined);
-  return problem({ message: told.replaceAll(box.body.name, box.called).replace(/(not allowed: )\w+ must/, "$1it must"), next: remedy ?? (box.called === box.name ? next : next.replace("the file", "the text")) });
+  return { message: told.replaceAll(box.body.name, box.called).replace(/(not allowed: )\w+ must/, "$1it must").replace(/, and skip_bad allows .*/, ""), next: (remedy ?? next).replace("the file", box.called === box.name ? "the file" : "the text") };
 }
 
-/** A form's alert, to stand under its button: `show` puts an error there, in view, and marks the field at fault. */
+/**
+ * A form's alert, to stand under the button that sends the form: `show` puts an error there, in view, and marks the field at fault.
+ * Where the log is at fault and the page can repair how it is read, the fields for that come next, then a button that starts again.
+ */
 export class Alert {
-  constructor(box) {
-    this.box = box;
-    this.node = el("div", { class: "trouble" });
+  constructor(box, button) {
+    Object.assign(this, { box, button, said: el("div"), after: el("div") });
+    this.node = el("div", { class: "trouble" }, this.said, box.repair, this.after);
+    box.onForget = () => this.clear(box.node);
   }
 
   show(error, ...nodes) {
-    fill(this.node, refusal(error, this.box), ...nodes, /no column (with a usual name|')/.test(error.message) ? this.box.chooseColumns() : null);
+    const told = refusal(error, this.box), [, bad] = error.message.match(/; ([\d,]+) rows? cannot be read/) ?? [];
+    const again = el("button", { type: "button", class: "main", text: "Start again", on: { click: () => this.button.click() } });
+    if (/no column (with a usual name|')|no row can be read/.test(error.message) && this.box.chooseColumns()) {
+      fill(this.said, problem({ message: "Which column is which? Check the guesses, then start again" }));
+      fill(this.after, again, folded("What is wrong", el("p", { text: told.message })));
+    } else {
+      if (bad) this.box.chooseRows(Number(bad.replaceAll(",", "")));
+      fill(this.said, problem(told));
+      fill(this.after, ...nodes, bad ? again : null);
+    }
     error.field?.setAttribute("aria-invalid", "true");
     error.field?.addEventListener("input", () => error.field.removeAttribute("aria-invalid"), { once: true });
     error.field?.focus({ preventScroll: true });
     this.node.scrollIntoView({ block: "nearest" });
   }
 
+  /** Say that the work was cancelled, beside the form. */
+  cancelled(text) {
+    fill(this.said, el("p", { class: "cancelled", text }));
+    this.node.scrollIntoView({ block: "nearest" });
+    this.button.scrollIntoView({ block: "nearest" });
+    announce(text);
+  }
+
   /** Forget the last error, of a form within `form`. */
   clear(form) {
-    fill(this.node);
+    fill(this.said);
+    fill(this.after);
     for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
   }
 }
 
 /**
  * The answer to a long request: `out` says what the server is doing and for how long, and has a button that cancels it. undefined if
- * the visitor cancels; the server then stops the work, and `out` shows again what it showed before.
+ * the visitor cancels; the server then stops the work, `out` shows again what it showed before, and `alert` tells it.
  */
-export async function waitFor(out, doing, path, body) {
+export async function waitFor(alert, out, doing, path, body) {
   const hangUp = new AbortController(), began = performance.now();
   const elapsed = () => `${Math.floor((performance.now() - began) / 1000)} s`;
   const before = [...out.childNodes];
@@ -133,11 +191,16 @@ export async function waitFor(out, doing, path, body) {
   } finally {
     clearInterval(ticking);
     if (hangUp.signal.aborted) {
-      const said = `Cancelled after ${elapsed()}.${before.some((node) => node.matches(".verdict")) ? " Below is the result from before." : ""}`;
-      fill(out, el("p", { class: "cancelled", text: said }), ...before.filter((node) => !node.matches(".cancelled")));
-      announce(said);
+      fill(out, ...before);
+      alert.cancelled(`Cancelled after ${elapsed()}.${before.some((node) => node.matches(".verdict")) ? " The result shown is the one from before." : ""}`);
     }
   }
+}
+
+/** A line that says how many rows of the log were left out and why; null if all of them count. */
+export function leftOut({ skipped }) {
+  const told = Object.entries(skipped).map(([why, n]) => `${n} (${why})`);
+  return told.length ? el("p", { text: `Rows of the log that were left out: ${told.join(", ")}.` }) : null;
 }
 
 /** A part of a result that is folded up. */

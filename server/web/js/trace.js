@@ -6,7 +6,7 @@ import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js"
 import { compact, percent } from "./format.js";
 import { KnobFields, titleOf } from "./knobs.js";
 import { player } from "./players.js";
-import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, namer, setting, tableName, waitFor } from "./request_log.js";
+import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, leftOut, namer, setting, tableName, waitFor } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const BASELINES = {
@@ -37,7 +37,6 @@ class Trace {
       label: "Request log (CSV or JSON)", example: "Load an example", onProblem: (error) => this.refuse(error),
       hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. The server does not keep it.",
     });
-    this.alert = new Alert(this.box);
     this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.name}`])], "", () => this.offer());
     this.model = select(info.models.map((name) => [name, name]), Object.values(info.hardware)[0].model, () => this.offerTables());
     this.hardware = select([], "", () => this.offerTiers());
@@ -49,6 +48,7 @@ class Trace {
     this.fixed = new KnobFields(info.action.properties);
     this.policies = el("fieldset", { class: "legend" });
     this.button = el("button", { type: "button", class: "main", text: "Compare policies", on: { click: () => this.run() } });
+    this.alert = new Alert(this.box, this.button);
     this.out = el("div", { "aria-live": "polite" }, el("p", { class: "note", text: "The comparison appears here. It takes some seconds." }));
     this.node = el("div", {},
       el("h2", { text: "Compare policies on your own traffic" }),
@@ -133,7 +133,7 @@ class Trace {
     this.alert.clear(this.node);
     try {
       const body = this.request();
-      const many = body.policies.length, report = await waitFor(this.out, `Simulating the log under your configuration, constant settings and ${many} ${many > 1 ? "policies" : "policy"}: some seconds for minutes of traffic, half a minute for an hour.`, "shadow", body);
+      const many = body.policies.length, report = await waitFor(this.alert, this.out, `Simulating the log under your configuration, constant settings and ${many} ${many > 1 ? "policies" : "policy"}: some seconds for minutes of traffic, half a minute for an hour.`, "shadow", body);
       if (report) this.report({ ...report, card: cardName(card) }, tiers, model, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
     } catch (error) {
       const [, from, to] = error.message.match(/busiest hour, from second (\d+) to (\d+)/) ?? [];
@@ -152,16 +152,24 @@ class Trace {
     const [said, ...more] = report.answer.map((text) => this.words(text)), { log } = report;
     const mine = players[0].outcome.action.quant_tier, others = ({ timeline }) => [...new Set(timeline.quant_tier)].filter((tier) => tier !== mine).map((tier) => tiers[tier]);
     const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
-    const row = (each) => el("span", {}, chip(each), others(each.outcome).length ? el("small", { text: `in ${others(each.outcome).join(", ")}, not your ${tiers[mine]}` }) : null);
+    const row = (twins, others) => el("span", { class: "twins" }, ...twins.map(chip), others.length ? el("small", { text: `in ${others.join(", ")}, not your ${tiers[mine]}` }) : null);
     const late = `First token after ${compact(report.slo_ms)} ms`, cost = ({ gpu_s_per_1k_tokens: gpus }) => gpus.toFixed(2);
     const costs = new Set(players.filter(({ outcome }) => outcome.completed).map(({ outcome }) => cost(outcome)));
+    const figures = (o) => [percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1)] : ["–", "–"]), ...(costs.size > 1 ? [o.completed ? cost(o) : "–"] : [])];
+    // Policies with the same figures and precisions share a row.
+    const rows = new Map();
+    for (const each of players) {
+      const key = JSON.stringify([figures(each.outcome), others(each.outcome)]);
+      rows.set(key, [...(rows.get(key) ?? []), each]);
+    }
     const results = table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", ...(costs.size > 1 ? ["GPU-seconds per 1,000 tokens"] : [])],
-      players.map(({ outcome: o, ...each }) => [row({ ...each, outcome: o }), percent(o.slo_miss_share, 1), percent(lost(o), 1), ...(o.completed ? [`${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1)] : ["–", "–"]), ...(costs.size > 1 ? [o.completed ? cost(o) : "–"] : [])]));
+      [...rows.values()].map((twins) => [row(twins, others(twins[0].outcome)), ...figures(twins[0].outcome)]));
     results.classList.add("stacked");
     this.tell();
     this.out.append(...[
       el("h2", { class: "verdict", text: said }),
       ...more.map((text) => el("p", { text })),
+      leftOut(report.read),
       ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${this.words(text)}.` })),
       results,
       el("p", { class: "note", text: `${log.requests} ${log.requests === 1 ? "request" : "requests"} in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.card} for every policy${costs.size === 1 ? `, which is ${[...costs][0]} GPU-seconds per 1,000 tokens` : ""}. Requests without an answer count as late; TTFT and TPOT are those of the others. ${players.some(({ outcome }) => others(outcome).length) ? `A precision other than ${tiers[mine]} changes the model's answers, which is not measured here. ` : ""}Simulated: the Fidelity tab shows the errors.` }),
