@@ -22,7 +22,7 @@ from ops.export import engine_files, settings_of, written
 from ops.log.names import file_name
 from ops.log.reader import Imported, import_log
 from ops.objectives import Objective, parse_objective
-from ops.plan import make_plan, tables_for
+from ops.plan import Plan, make_plan, tables_for
 from ops.prices import read_prices
 from ops.report import answer, notes, precision_note, table_notes, verdict
 from ops.scaling import WITHIN_MISSES, scaling_note
@@ -71,7 +71,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
 
 
 def plan_job(request: Request) -> dict[str, Any]:
-    """Plans for the log's text, notes on them, and the first plan's settings for engines."""
+    """Plans for the log's text, notes on them, and settings for engines of the recommended plan and the first."""
     imported = log_of(request)
     tables, model = tables_for(request.get("hardware"), request.get("model"), lambda: imported.model)
     report = make_plan(
@@ -88,14 +88,16 @@ def plan_job(request: Request) -> dict[str, Any]:
         replicas_min=request.get("replicas_min", 1),
         router=request.get("router", "shared"),
     )
-    chosen = report.recommended
+
+    def export(plan: Plan | None) -> dict[str, str]:
+        return {} if plan is None else engine_files(plan, tables[plan.hardware], report, model or imported.model)
+
     return {
         **report.to_dict(),
         **_told(imported, notes(report)),
         "answer": answer(report),
-        "export": {}
-        if chosen is None
-        else engine_files(chosen, tables[chosen.hardware], report, model or imported.model),
+        "export": export(report.recommended),
+        "export_likely": export(next(iter(report.plans), None)),
     }
 
 

@@ -90,7 +90,10 @@ class PlanRoutes(LogRoutes):
 
 
 class PlanAnswer(BaseModel):
-    """Answer of POST /plan: the recommended fleet in words and figures, the plans of each card, and notes."""
+    """Answer of POST /plan: the recommended fleet in words and figures, the plans of each card, and notes.
+
+    ``export`` has configuration files of the recommended fleet, ``export_likely`` those of the first of ``plans``.
+    """
 
     log: dict[str, Any]
     read: dict[str, Any]
@@ -112,3 +115,4 @@ class PlanAnswer(BaseModel):
     undecided: str | None
     notes: list[str]
     export: dict[str, str]
+    export_likely: dict[str, str]

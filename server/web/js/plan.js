@@ -2,12 +2,13 @@
 
 import { once } from "./api.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
-import { compact, percent } from "./format.js";
+import { compact, counted, percent } from "./format.js";
 import { player } from "./players.js";
 import { Alert, EngineSettings, LogBox, cardName, folded, inTheForm, leftOut, namer, setting, waitFor } from "./request_log.js";
 
 const INKS = ["heuristic", "you", "ppo", "static", "search", "vllm", "climb", "hpa"]; // colours of cards
 const BESIDE = 13; // between cards that cost as much, of a picture's width
+const HOURS_A_MONTH = 730;
 const SVG = "http://www.w3.org/2000/svg";
 const CERTAINTY = { likely: "likely", "meets with 90%": "90%", not: "no" };
 const HEAD = ["Card", "GPUs", "GPUs per replica", "Setting", "Certainty", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU-hours per million tokens"];
@@ -114,8 +115,8 @@ class PlanTab {
   }
 
   report(report) {
-    const priced = Boolean(report.currency), first = report.recommended, refused = first ? undefined : tooLong(report);
-    const [said, ...more] = refused ? [`No number of GPUs meets the objectives: ${refused} requests are too long for every card that was searched. Leave them out of the log to plan for the others.`] : report.answer.map((text) => this.words(text));
+    const priced = Boolean(report.currency), fleets = choicesOf(report), [first] = fleets, refused = first ? undefined : tooLong(report);
+    const [said, ...more] = refused ? [`No number of GPUs meets the objectives: ${refused} requests are too long for every card that was searched. Leave them out of the log to plan for the others.`] : fleets.length > 1 ? [eitherOf(fleets, report)] : report.answer.map((text) => this.words(text));
     if (report.undecided) {
       this.tell(el("h2", { class: "verdict", text: said }));
       announce(said);
@@ -123,26 +124,27 @@ class PlanTab {
     }
     const safest = ({ hardware, precision }) => {
       const safe = report.certain.find((plan) => plan.hardware === hardware);
-      return safe ? `${safe.n_gpus}${safe.precision === precision ? "" : ` in ${safe.precision}`}` : "–";
+      return safe ? `${safe.n_gpus}${safe.precision === precision ? "" : ` in ${safe.precision}`}` : `none up to ${Math.max(...report.tried.filter((plan) => plan.hardware === hardware).map((plan) => plan.n_gpus))}`;
     };
-    const short = (plan) => [el("span", {}, rent(plan), el("small", { text: `${plan === first ? "Recommended: " : ""}${settingOf(plan)}` })), CERTAINTY[plan.verdict], ...(first ? [safest(plan)] : []), percent(plan.share_in_time, 2),
+    const plans = first ? report.plans : nearest(report), inTime = (plan) => percent(plan.share_in_time, 2), differ = new Set(plans.map(inTime)).size > 1;
+    const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], ...(first ? [safest(plan)] : []), ...(differ ? [inTime(plan)] : []),
       ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
     const head = priced ? [...HEAD, `${report.currency} per hour`, `${report.currency} per million tokens`] : HEAD;
-    const row = (plan) => [cardName(plan.card), plan.n_gpus, plan.tensor_parallel, settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
+    const row = (plan) => [cardName(plan.card), plan.n_gpus, plan.tensor_parallel, settingOf(plan), CERTAINTY[plan.verdict], inTime(plan), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100%" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
-    const plans = first ? [first, ...report.plans.filter((plan) => plan.hardware !== first.hardware || plan.n_gpus !== first.n_gpus || plan.precision !== first.precision)] : nearest(report);
     const nodes = [el("h2", { class: "verdict", text: said }), ...more.map((text) => el("p", { text })), leftOut(report.read)];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
     if (!refused) {
-      const fleets = table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card` : "Nearest fleet of each card", ["Fleet", "Certainty", ...(first ? ["GPUs for 90% certainty"] : []), "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short));
-      fleets.classList.add("stacked");
-      nodes.push(fleets, el("p", { class: "note", text: `Simulated; latencies and shares in time at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99% of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? ` Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90% certain: nine tenths of them. –: no number of GPUs was found to be 90% certain.${priced ? "" : " No prices were given: the fewest GPUs come first, and of equally many the card with the least memory."}` : ""}` }));
+      const rows = table(first ? `${priced ? "Cheapest fleet" : "Fewest GPUs"} of each card` : "Nearest fleet of each card", ["Fleet", "Certainty", ...(first ? ["GPUs for 90% certainty"] : []), ...(differ ? ["In time"] : []), ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short));
+      rows.classList.add("stacked");
+      const choice = first ? this.choice(report, fleets) : [];
+      nodes.push(...choice, rows, el("p", { class: "note", text: `Simulated; latencies and shares in time at the median error of measured runs. TTFT: time to first token; TPOT: time per output token after it; p99: 99% of the requests are faster; FP8, MXFP4, NVFP4: weights in 8 and 4 bits.${first ? ` Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90% certain: nine tenths of them. ${priced ? "" : " No prices were given: the fewest GPUs come first, and of equally many the card with the least memory."}` : ""}` }));
     }
-    if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report, this.named));
+    if (first) nodes.push(this.warnings, this.settings.node);
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
       el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90% bound. Filled fleets meet all objectives. Of settings with equally few GPUs the plan takes the highest precision, even if a lower one is faster, because lower ones change the model's answers. Cards that cost as much stand side by side." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both cost and requests in time", head, report.front.map(row))),
-      folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, and in the shares in time, they are at the median error of measured runs." }), table("Figures", head, plans.map(row))));
+      folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, and in the shares in time, they are at the median error of measured runs." }), table("Figures", head, [...plans, ...fleets.filter((plan) => !plans.some((each) => same(each, plan)))].map(row))));
     const other = [];
     if (report.adaptive.length) other.push(table(`Adaptive policies on ${rent(report.plans[0])} and on fewer`, ["Policy", "GPUs", "Certainty", "In time"],
       report.adaptive.map((plan) => [player({ name: plan.policy }).label, plan.n_gpus, CERTAINTY[plan.verdict], percent(plan.share_in_time, 2)])));
@@ -154,6 +156,52 @@ class PlanTab {
     this.out.scrollIntoView({ block: "nearest" });
     announce(said);
   }
+
+  /** The fleets to choose between, each with its cost and its risk; warnings and engine settings follow the choice. */
+  choice(report, fleets) {
+    this.warnings = el("ul");
+    const choose = (plan) => {
+      this.chosen = plan;
+      fill(this.warnings, ...warnings(report, plan).map((text) => el("li", { text })));
+      this.settings.node.firstChild.textContent = `Engine settings of ${rent(plan)} in ${plan.precision}, to copy or download`;
+      this.settings.show();
+    };
+    [this.chosen] = fleets;
+    this.settings = settings(report, this.named, () => (this.chosen === report.plans[0] ? report.export_likely : report.export));
+    choose(this.chosen);
+    return [el("fieldset", { class: "choices" }, el("legend", { text: fleets.length > 1 ? "Your choice: the settings below follow it" : "The fleet" }), ...fleets.map((plan) => el("label", { class: "choice" },
+      fleets.length > 1 ? el("input", { type: "radio", name: "fleet", checked: plan === this.chosen, on: { change: () => choose(plan) } }) : null,
+      ...offerOf(plan, fleets, report).map(([tag, text]) => el(tag, { text })))))];
+  }
+}
+
+const same = (one, other) => ["hardware", "n_gpus", "precision"].every((name) => one[name] === other[name]);
+
+/** The cheapest fleet that should do, and the cheapest that is 90% certain to, unless it is the same or there is none. */
+function choicesOf({ plans: [likely], certain: [sure] }) {
+  if (!likely) return [];
+  return sure && !same(likely, sure) ? [likely, sure] : [likely];
+}
+
+const changesAnswers = ({ precision }) => !["FP16", "BF16"].includes(precision);
+const certainly = ({ verdict }) => CERTAINTY[verdict] === "90%";
+
+/** Both fleets in a sentence. */
+function eitherOf(fleets, { objectives }) {
+  const [likely, sure] = fleets.map((plan) => `${rent(plan)} in ${plan.precision}`);
+  return `Rent ${likely}, which should meet ${objectives.map(told).join(" and ")}, or ${sure}, which is 90% certain to.`;
+}
+
+/** What a fleet is, costs and risks: tags and their texts. */
+function offerOf(plan, [cheapest], { currency }) {
+  const priced = Boolean(currency), money = (amount) => `${currency} ${amount.toLocaleString("en-US", amount < 100 ? { minimumFractionDigits: 2, maximumFractionDigits: 2 } : { maximumFractionDigits: 0 })}`;
+  const more = priced ? plan.cost_per_hour - cheapest.cost_per_hour : plan.n_gpus - cheapest.n_gpus;
+  const costs = [priced && `${money(plan.cost_per_hour)} per hour, ${money(plan.cost_per_hour * HOURS_A_MONTH)} per month`, plan !== cheapest && priced && (more > 0 ? `${money(more * HOURS_A_MONTH)} per month more than the other` : "As much as the other"),
+    plan !== cheapest && !priced && (same({ ...plan, precision: "" }, { ...cheapest, precision: "" }) ? "The same GPUs" : `${more > 0 ? `${counted(more, "GPU")} more` : "As many GPUs, of another card"}: enter your prices to see the cost`)];
+  const title = certainly(plan) ? "90% certain" : priced ? "Cheapest that should do" : "Fewest GPUs that should do";
+  return [["strong", plan === cheapest && certainly(plan) ? `${priced ? "Cheapest" : "Fewest GPUs"}, and 90% certain` : title], ["span", rent(plan)], ["small", settingOf(plan)],
+    ...costs.filter(Boolean).map((text) => ["span", `${text}.`]),
+    ["span", `Risk: of ten such plans, ${certainly(plan) ? "at most one misses" : "one to five miss"} an objective on real GPUs.${changesAnswers(plan) ? ` ${plan.precision} changes the model's answers.` : ""}`]];
 }
 
 const settingOf = ({ policy, action, precision }) => (action ? setting(action, precision) : player({ name: policy }).label);
@@ -185,17 +233,17 @@ function latency(plan, objective, error) {
   return plan.figures[`${quantity}_${statistic}_ms`] * plan.errors[quantity][error];
 }
 
-/** What may change the choice of the first plan, a sentence each. */
-function warnings({ recommended: first, plans, certain, currency, growth, objectives }) {
-  const others = (certain.length ? certain : plans).filter(({ n_gpus: gpus }) => gpus === first.n_gpus).length - 1;
-  const outgrown = growth.find(({ meets }) => !meets), needed = outgrown?.gpus_needed;
+/** What may change the choice of a plan, a sentence each. The server tells how the recommended one grows. */
+function warnings({ recommended, plans, certain, currency, growth, objectives }, first) {
+  const others = (certainly(first) ? certain : plans).filter(({ n_gpus: gpus }) => gpus === first.n_gpus).length - 1;
+  const outgrown = same(first, recommended) && growth.find(({ meets }) => !meets), needed = outgrown?.gpus_needed;
   const missed = outgrown && objectives.filter((objective) => latency({ ...first, ...outgrown }, objective, "p50") > Number(objective.split("=")[1]));
   const why = missed?.length ? missed.map((objective) => `${told(objective)} (it would be ${compact(latency({ ...first, ...outgrown }, objective, "p50"))} ms)`).join(" and ") : `the objectives with ${certain.length ? "90% certainty" : "enough certainty"}`;
   return [
     !currency && others > 0 && `${others + 1} cards need equally few GPUs: enter your prices to compare them by cost.`,
     outgrown && `With ${outgrown.traffic} times the traffic it no longer meets ${why}${needed ? `: that takes ${needed} ${needed > 1 ? "GPUs" : "GPU"} with these settings` : ""}.`,
     first.n_replicas === 1 && "A single replica serves nothing while it fails or restarts: set Replicas, at least, to 2 if that matters.",
-    !["FP16", "BF16"].includes(first.precision) && `${first.precision} changes the model's answers, which this plan does not measure: choose 16 bit only if they must stay.`,
+    changesAnswers(first) && `${first.precision} changes the model's answers, which this plan does not measure: choose 16 bit only if they must stay.`,
   ].filter(Boolean);
 }
 
@@ -248,7 +296,7 @@ function scale(values, from, to, apart) {
   return { at, marks: inside.length > 1 ? inside : spread([Math.min(...values), Math.max(...values)]) };
 }
 
-function settings(report, named) {
-  return new EngineSettings({ title: "Engine settings of the recommended fleet, to copy or download", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
-    textOf: (engine) => report.export[engine], tell: (comment) => report.objectives.reduce((said, objective) => said.replace(objective, told(objective)), named(comment)), report: { text: "Download the plan", name: "plan.json", data: report } }).node;
+function settings(report, named, files) {
+  return new EngineSettings({ title: "", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
+    textOf: (engine) => files()[engine], tell: (comment) => report.objectives.reduce((said, objective) => said.replace(objective, told(objective)), named(comment)), report: { text: "Download the plan", name: "plan.json", data: report } });
 }
