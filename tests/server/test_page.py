@@ -1656,6 +1656,20 @@ def test_a_run_of_sessions_that_is_lost_says_why_and_plays_its_advice(visit: Vis
     assert float(score) == with_cap(server, int(cap)) > 0.449
 
 
+def test_the_rest_of_a_run_of_sessions_is_skipped_in_one_request(visit: Visit, server: RunningServer) -> None:
+    page = visit().open("rollouts?task=rollout-batch&seed=42")
+    panel = ready_sessions(page)
+    page.get_by_label("Session cap").fill("12")
+    panel.get_by_role("button", name="Start", exact=True).click()
+    expect(panel.locator(".readings")).to_contain_text(re.compile(r"Second ?[2-9]\d"), timeout=PATIENCE_MS)
+    steps: list[int] = []
+    page.on("request", lambda r: steps.append(r.post_data_json["step"]) if r.url.endswith("/step") else None)
+    panel.get_by_role("button", name="Skip to the end").click()
+    expect(panel.locator(".result h2 strong")).to_have_text(f"{with_cap(server, 12):.3f}", timeout=PATIENCE_MS)
+    assert len(steps) <= 2  # those on their way when the button was pressed
+    expect(panel.locator(".readings")).to_contain_text("96 of 96")
+
+
 def test_a_reload_takes_agent_sessions_up_where_they_were(visit: Visit) -> None:
     page = visit().open("rollouts?task=rollout-batch&seed=42")
     panel = ready_sessions(page)

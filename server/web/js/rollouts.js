@@ -345,7 +345,7 @@ class Rollouts {
     else this.run();
   }
 
-  /** Play the rest as fast as possible, with the cap where it is. */
+  /** Play the rest at once, with the cap where it is. */
   skip() {
     this.speed = SKIPPING;
     if (this.phase === "paused") this.press();
@@ -364,7 +364,7 @@ class Rollouts {
     let due = performance.now(), drawn = 0;
     try {
       while (this.phase === "running" && mine.score === undefined) {
-        await this.second();
+        await (this.speed > FOLLOWED ? this.rest() : this.second());
         if (generation !== this.generation) return;
         const played = mine.caps.length, every = Math.ceil(this.target.columns.time_s.length / HINTS);
         if (played % every === 0 && this.speed <= FOLLOWED && mine.score === undefined) this.seek();
@@ -409,11 +409,21 @@ class Rollouts {
     if (done) Object.assign(mine, { score, breakdown });
   }
 
-  /** Scores of this episode, as the server plays it: with the caps played so far, then each of `caps` to the end. */
-  scoresWith(caps, played = []) {
-    const { task: { task_id, episode_length }, seed } = this;
-    const actions = (cap) => [...played, ...Array(Math.max(0, episode_length - played.length)).fill(cap)];
-    return Promise.all(caps.map(async (cap) => (await post("play", { task_id, seed: Number(seed), agent: AFTER, actions: actions(cap), brief: true }, "rollouts")).score));
+  /** Play the rest in one request, with the cap where it is. */
+  async rest() {
+    const { mine, cap } = this, { metrics, action, score, breakdown } = await this.played(cap, mine.caps);
+    Object.assign(mine, { columns: metrics, caps: action.max_sessions, score, breakdown });
+  }
+
+  /** This episode, as the server plays it with the caps `before` and then with `cap` to the end. */
+  played(cap, before, more) {
+    const { task: { task_id, episode_length }, seed } = this, actions = [...before, ...Array(Math.max(0, episode_length - before.length)).fill(cap)];
+    return post("play", { task_id, seed: Number(seed), agent: AFTER, actions, ...more }, "rollouts");
+  }
+
+  /** Scores of this episode with the caps `before`, then each of `caps` to the end. */
+  scoresWith(caps, before = []) {
+    return Promise.all(caps.map(async (cap) => (await this.played(cap, before, { brief: true })).score));
   }
 
   /** Ask the server what the cap scores if it stays, and whether a move scores more. */
