@@ -145,7 +145,7 @@ def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seed
 
 ROLLOUT_POLICIES: Final[Mapping[str, str]] = {
     **rollouts.POLICIES,
-    "ppo": "A small network trained with PPO on drawn workloads.",
+    "ppo": "A small neural network, trained with PPO on drawn workloads.",
 }
 """Policies of the rollouts environment, by name, each with a description."""
 

@@ -112,10 +112,10 @@ POLICIES: Final[Mapping[str, str]] = {
     "no_cap": "Lets every session run.",
     "constant": "At most 16 sessions.",
     "oracle_constant": "The constant cap that is best for this very workload, found by playing it.",
-    "aimd": "One more session while prefixes are found in the cache, a cut where they are not (CONCUR).",
-    "kv_target": "Grows until the engine's KV usage is near its target (prime-rl, first controller).",
-    "budget": "Lets in what fits at the length to which sessions grow (prime-rl, later controllers).",
-    "fit": "Keeps the conversations in flight below a share of the KV cache.",
+    "aimd": "One more session while the cache hits, a cut when it misses (CONCUR).",
+    "kv_target": "Grows until running requests hold 80% of the KV cache (prime-rl, first controller).",
+    "budget": "Lets in what fits if conversations double in length (prime-rl, later controllers).",
+    "fit": "Keeps the conversations in flight below 90% of the KV cache.",
 }
 """Policies that a server offers, by name, each with a description."""
 

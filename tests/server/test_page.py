@@ -1556,6 +1556,13 @@ def test_the_traffic_controller_is_played_with_number_keys(visit: Visit) -> None
     expect(page.locator("#panel-traffic .move")).to_have_count(30)
 
 
+HINT = re.compile(
+    r"(?:Lower|Raise) the cap to (\d+)(?:, then set it to (\d+))?(?: at second (\d+))?: you finish with (0\.\d{3})\."
+)
+COURSE = re.compile(r"With a cap of \d+ (to the end|until second \d+, then \d+,) you finish with 0\.\d{3}: ")
+NEXT_TIME = re.compile(r"Next time: a cap of (\d+) until second (\d+), then (\d+): (0\.\d{3})\.")
+
+
 def hit_rate(page: Page, percents: str) -> None:
     reading = page.locator("#panel-rollouts .readings div", has_text="Hit rate").locator("dd")
     expect(reading).to_have_text(re.compile(f"^{percents}%$"))
@@ -1613,9 +1620,9 @@ def test_agent_sessions_fall_off_the_cliff_when_the_cap_is_raised(visit: Visit, 
     expect(panel.locator(".readings")).to_contain_text(re.compile(r"Second ?1(19|20)\D"), timeout=PATIENCE_MS)
     hit_rate(page, "[1-3]?\\d")
     expect(panel.locator(".readings")).to_contain_text(re.compile(r"KV cache filled ?[1-9]\d\d%"))
-    expect(panel.locator(".state")).to_contain_text(re.compile(r"fill [1-9]\d\d% of the KV cache and evict each other"))
-    told = re.compile(r"Lower the cap to (\d+): kept to the end, you finish with ([\d.]+); at 96, with ([\d.]+)\.")
-    expect(panel.locator(".advice")).to_have_text(told, timeout=PATIENCE_MS)
+    expect(panel.locator(".state")).to_contain_text(re.compile(r"[1-9]\d\d% full: conversations evict each other"))
+    expect(panel.locator(".advice")).to_have_text(HINT, timeout=PATIENCE_MS)
+    expect(panel.locator(".lead")).to_have_text(COURSE, timeout=PATIENCE_MS)
     assert objections(page) == []
 
 
@@ -1624,19 +1631,66 @@ def test_the_forecast_of_a_cap_and_of_a_move_is_what_the_server_plays(visit: Vis
     panel = ready_sessions(page)
     panel.get_by_role("button", name="Start", exact=True).click()
     # For a visitor who has not moved the slider, the run stops when the conversations do not fit.
-    told = re.compile(r"Lower the cap to (\d+): kept to the end, you finish with ([\d.]+); at 16, with ([\d.]+)\. Then")
-    expect(panel.locator(".advice")).to_have_text(told, timeout=PATIENCE_MS)
-    move, moved, stayed = told.search(panel.locator(".advice").inner_text()).groups()  # type: ignore[union-attr]
+    expect(panel.locator(".state")).to_contain_text("Paused.", timeout=PATIENCE_MS)
+    expect(panel.locator(".advice")).to_have_text(HINT, timeout=PATIENCE_MS)
+    stayed = with_cap(server, 16)
+    expect(panel.locator(".lead")).to_have_text(f"With a cap of 16 to the end you finish with {stayed:.3f}: level.")
+    move, moved = HINT.search(panel.locator(".advice").inner_text()).groups()[::3]  # type: ignore[union-attr]
     second = int(panel.locator(".readings dd").first.inner_text())
-    assert float(stayed) == with_cap(server, 16)
-    assert float(moved) == with_cap(server, *[16] * second, int(move)) > float(stayed)
-    page.get_by_label("Session cap").fill(move)
-    panel.get_by_role("button", name="Resume").click()
+    assert float(moved) == with_cap(server, *[16] * second, int(move)) > stayed
+    panel.get_by_role("button", name="Do this").click()
+    expect(page.get_by_label("Session cap")).to_have_attribute("aria-valuetext", f"{move} sessions")
+    ahead = f"With a cap of {move} to the end you finish with {moved}: {float(moved) - stayed:.3f} ahead."
+    expect(panel.locator(".lead")).to_have_text(ahead, timeout=PATIENCE_MS)
+    expect(panel.locator(".versus .value").first).to_have_text(re.compile(r"^\d+ of 96$"))
     panel.get_by_role("button", name="Skip to the end").click()
     verdict = panel.locator(".result h2")
-    expect(verdict).to_contain_text(f"{moved} You beat a constant cap of 16: {stayed}.", timeout=PATIENCE_MS)
-    assert [panel.locator(".versus .value").nth(i).inner_text() for i in (0, 1)] == [moved, stayed]
+    expect(verdict).to_contain_text(f"{moved} You beat a constant cap of 16: {stayed:.3f}.", timeout=PATIENCE_MS)
+    assert panel.locator(".versus .value").all_inner_texts() == [moved, f"{stayed:.3f}"]
     expect(panel.locator(".onward .main")).to_have_text(re.compile(r"^Next: beat [\w -]+, 0\.\d{3}$"))
+
+
+def test_sessions_that_change_are_advised_a_timetable_which_moves_the_slider(visit: Visit) -> None:
+    page = visit().open("rollouts?task=rollout-shift&seed=42")
+    panel = ready_sessions(page)
+    panel.get_by_role("button", name="Start", exact=True).click()
+    expect(panel.locator(".advice")).to_have_text(HINT, timeout=PATIENCE_MS)
+    panel.get_by_role("button", name="Skip to the end").click()
+    expect(panel.locator(".result")).to_contain_text(NEXT_TIME, timeout=PATIENCE_MS)
+    early, then, late, score = NEXT_TIME.search(panel.locator(".result").inner_text()).groups()  # type: ignore[union-attr]
+    assert int(early) > int(late)  # the long sessions come last
+    page.get_by_label("Speed").select_option("25")
+    panel.get_by_role("button", name="Try this").click()
+    slider = page.get_by_label("Session cap")
+    expect(slider).to_have_attribute("aria-valuetext", f"{early} sessions", timeout=PATIENCE_MS)
+    course = f"With a cap of {early} until second {then}, then {late}, you finish with {score}: "
+    expect(panel.locator(".lead")).to_contain_text(course, timeout=PATIENCE_MS)
+    expect(slider).to_have_attribute("aria-valuetext", f"{late} sessions", timeout=PATIENCE_MS)
+    panel.get_by_role("button", name="Skip to the end").click()
+    expect(panel.locator(".result h2 strong")).to_have_text(score, timeout=PATIENCE_MS)
+
+
+def test_agent_sessions_go_on_by_themselves_when_a_lost_server_is_back(visit: Visit) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append("ERR_FAILED")
+    page = visitor.open("rollouts?task=rollout-batch&seed=42")
+    panel = ready_sessions(page)
+    page.get_by_label("Session cap").fill("9")
+    panel.get_by_role("button", name="Start", exact=True).click()
+    expect(panel.locator(".readings")).to_contain_text(re.compile(r"Second ?\d\d"), timeout=PATIENCE_MS)
+
+    def cut(route: Route) -> None:
+        route.abort()
+
+    page.route("**/*", cut)
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+    expect(page.get_by_role("alert")).to_contain_text("go on by themselves when the server answers")
+    second = int(panel.locator(".readings dd").first.inner_text())
+    page.unroute("**/*", cut)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.wait_for_function(
+        "s => Number(document.querySelector('#panel-rollouts .readings dd').innerText) > s", arg=second
+    )
 
 
 def test_a_run_of_sessions_that_is_lost_says_why_and_plays_its_advice(visit: Visit, server: RunningServer) -> None:
@@ -1647,13 +1701,14 @@ def test_a_run_of_sessions_that_is_lost_says_why_and_plays_its_advice(visit: Vis
     result = panel.locator(".result")
     expect(result).to_contain_text("Not yet: a constant cap of 16 has 0.449.")
     expect(result).to_contain_text(re.compile(r"Place 7 of 8\. For \d+ of \d+ seconds, from second \d+ on"))
-    advised = re.compile(r"keep the cap at (\d+) from the first second on: ([\d.]+)\.")
-    expect(result).to_contain_text(advised, timeout=PATIENCE_MS)
-    cap, score = advised.search(result.inner_text()).groups()  # type: ignore[union-attr]
+    expect(panel.locator(".scores tr", has_text="AIMD")).to_contain_text("One more session while the cache hits")
+    expect(result).to_contain_text(NEXT_TIME, timeout=PATIENCE_MS)
+    early, then, late, score = NEXT_TIME.search(result.inner_text()).groups()  # type: ignore[union-attr]
     panel.get_by_role("button", name="Try this").click()
     panel.get_by_role("button", name="Skip to the end").click()
     expect(result.locator("h2 strong")).to_have_text(score, timeout=PATIENCE_MS)
-    assert float(score) == with_cap(server, int(cap)) > 0.449
+    assert float(score) == with_cap(server, *[int(early)] * int(then), int(late))
+    assert float(score) > max(with_cap(server, cap) for cap in (8, 10, 12, 14, 16))
 
 
 def test_the_rest_of_a_run_of_sessions_is_skipped_in_one_request(visit: Visit, server: RunningServer) -> None:
@@ -1703,7 +1758,7 @@ def test_a_friend_plays_agent_sessions_against_the_run_of_a_link(visit: Visit, s
     expect(panel.locator(".lead")).to_have_text(
         "Your challenger changed the cap 0 times; you start where they did, at 20."
     )
-    expect(panel.locator(".score-chart .unseen")).to_contain_text(f"Challenger: now {score:.3g}")
+    expect(panel.locator(".score-chart .unseen").first).to_contain_text("Sessions finished. Challenger: now 96")
     second.get_by_label("Session cap").fill("12")
     assert sessions_to_the_end(second) == with_cap(server, 12) > score
     expect(panel.locator(".result h2")).to_contain_text(f"You beat your challenger: {score:.3f}.")

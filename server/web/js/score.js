@@ -97,7 +97,7 @@ export function scoreBoard(rows) {
   const head = [...(alone ? [] : ["Place"]), "Policy", "Score", ...parts.map(words)];
   const body = rows.map((row) => el("tr", { class: row.key === "you" ? "you" : "" },
     alone ? null : el("td", { text: String(placeOf(row, rows)) }),
-    el("th", { scope: "row" }, el("span", { class: `chip ink-${row.colour}`, title: row.title, text: row.label })),
+    el("th", { scope: "row" }, el("span", { class: `chip ink-${row.colour}`, title: row.title, text: row.label }), row.about && el("small", { text: row.about })),
     barCell(row.score, row.colour, true),
     ...parts.map((part) => {
       const value = row.breakdown[part];

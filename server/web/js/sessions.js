@@ -1,9 +1,9 @@
-/** What the seconds of a run of agent sessions show, from its columns; and caps as the text of a link. */
+/** What the seconds of a run of agent sessions show, from its columns; and timetables: a cap for the first second, then `[second, cap]` of each change. */
 
 import { mean, percent, score as shownScore, sum } from "./format.js";
 
 export const FULL = 1; // share of the KV cache: above it, conversations evict each other
-export const ROOM = 0.5; // share of the KV cache: below it, much of it is idle
+const ROOM = 0.5; // share of the KV cache: below it, much of it is idle
 const WINDOW_S = 30; // of the hit rate
 const TOLD = 0.1; // of the seconds of a run
 const ASIDE = 1.1; // times the tokens of another run: less is not told
@@ -12,39 +12,24 @@ const ASIDE = 1.1; // times the tokens of another run: less is not told
 export const hitRate = (columns) => sum(columns.prefix_hit_tokens) / Math.max(1, sum(columns.prefix_queried_tokens));
 
 /** Prompt tokens computed for each token written. */
-export const computedPerToken = (columns) => sum(columns.computed_tokens) / Math.max(1, sum(columns.generated_tokens));
+const computedPerToken = (columns) => sum(columns.computed_tokens) / Math.max(1, sum(columns.generated_tokens));
 
-/** Curves of a run, a value for each second. Of the prompt tokens, those beyond `least` for each token written were computed twice. */
-export function curves(columns, least, hasUsers) {
-  const [hit, queried, computed, written] = ["prefix_hit_tokens", "prefix_queried_tokens", "computed_tokens", "generated_tokens"].map((name) => totals(columns[name]));
+/** Curves of a run, a value for each second. */
+export function curves(columns) {
+  const [hit, queried] = ["prefix_hit_tokens", "prefix_queried_tokens"].map((name) => totals(columns[name]));
   const lately = (total, i) => total[i] - (total[i - WINDOW_S] ?? 0);
   return {
-    score: scoresSoFar(columns, hasUsers),
     pool: columns.context_share,
     flight: columns.sessions_in_flight,
     finished: columns.sessions_finished,
+    users: columns.turns_judged.map((judged, i) => (judged + columns.turns_overdue[i] ? columns.turns_within[i] / (judged + columns.turns_overdue[i]) : 1)),
     hit: hit.map((_, i) => (lately(queried, i) > 0 ? lately(hit, i) / lately(queried, i) : null)),
-    twice: computed.map((total, i) => Math.max(0, total - least * written[i])),
   };
-}
-
-/** The score if a run had ended, for each second: tokens written, as a share of what the engine with an unlimited KV cache writes in that time; with users, the mean of this and of their turns in time. */
-function scoresSoFar({ elapsed_s: elapsed, batch_tokens: written, ideal_tokens_per_s: ideal, turns_within: within, turns_judged: judged, turns_overdue: overdue }, hasUsers) {
-  return elapsed.map((seconds, i) => {
-    const speed = Math.min(1, written[i] / (ideal[i] * seconds)), turns = judged[i] + overdue[i];
-    return hasUsers ? mean([speed, turns > 0 ? within[i] / turns : 1]) : speed;
-  });
 }
 
 function totals(column) {
   let total = 0;
   return column.map((value) => (total += value));
-}
-
-/** Sessions that fill the KV cache at the present length of the conversations; undefined if there are none. */
-export function fitting({ context_share: shares, sessions_in_flight: flying, interactive_in_flight: users }, i = shares.length - 1) {
-  const inFlight = flying[i] + users[i];
-  return shares[i] > 0 ? Math.max(1, Math.floor(inFlight / shares[i] - users[i])) : undefined;
 }
 
 /** Why a run scores less than another, or what it shows, in a sentence. */
@@ -62,14 +47,37 @@ export function why(run, other) {
 /** For each second, 1 where the conversations did not fit. */
 export const misfits = ({ context_share: shares }) => shares.map((share) => Number(share > FULL));
 
-/** Caps, one for each second, as a short text: `second.cap` of each change. */
-export const packCaps = (caps) => caps.flatMap((cap, i) => (cap === caps[i - 1] ? [] : [`${i}.${cap}`])).join("_");
+/** The timetable of caps, one for each second. */
+export const timetable = (caps) => caps.flatMap((cap, i) => (cap === caps[i - 1] ? [] : [[i, cap]]));
 
-/** Caps of a text of `packCaps` up to the last change, which stays; null if the text is malformed. Older links begin with the number of seconds. */
-export function unpackCaps(text) {
+/** Caps for the seconds from the beginning of a timetable until an episode of `length` seconds ends. */
+export const capsOf = (table, length) => table.flatMap(([second, cap], i) => Array(Math.max(0, (table[i + 1]?.[0] ?? length) - second)).fill(cap));
+
+/** A timetable as a short text. */
+export const packed = (table) => table.map((change) => change.join(".")).join("_");
+
+/** The timetable of a text of `packed`; null if it is malformed. Older links begin with the number of seconds. */
+export function unpacked(text) {
   if (!/^(\d{1,4}_)?0\.\d{1,4}(_\d{1,4}\.\d{1,4})*$/.test(text)) return null;
-  const moves = text.split("_").filter((move) => move.includes(".")).map((move) => move.split(".").map(Number)), at = new Map(moves);
-  const caps = [];
-  for (let second = 0; second <= moves.at(-1)[0]; second++) caps.push(at.get(second) ?? caps.at(-1));
-  return caps;
+  return text.split("_").filter((change) => change.includes(".")).map((change) => change.split(".").map(Number));
+}
+
+/** A timetable of two caps after a run: the sessions that it has in flight in the first quarter of the time that is left after `from`, and later. */
+export function outline({ sessions_in_flight: flying }, from) {
+  const then = from + Math.max(1, Math.round((flying.length - from) / 4)), about = (part) => Math.max(1, Math.round(mean(part.length ? part : flying)));
+  return [[from, about(flying.slice(from, then))], [then, about(flying.slice(then))]];
+}
+
+/** Timetables near one of two caps: either cap or both `times` as high or as low, or the change between them `by` seconds sooner or later. */
+export function near([[from, early], [then, late]], times, by, most) {
+  const up = (cap) => Math.min(most, Math.max(cap + 1, Math.round(cap * times))), down = (cap) => Math.max(1, Math.min(cap - 1, Math.round(cap / times)));
+  return [[up(early), then, up(late)], [down(early), then, down(late)], [up(early), then, late], [down(early), then, late], [early, then, up(late)], [early, then, down(late)], [early, then + by, late], [early, Math.max(from + 1, then - by), late]]
+    .map(([first, second, next]) => [[from, first], [second, next]]);
+}
+
+/** What to do with a cap to follow a timetable of two caps, such as "Raise the cap to 26, then set it to 14 at second 146". */
+export function advised(cap, [[, early], [then, late]]) {
+  const move = (from, to) => `${to < from ? "Lower" : "Raise"} the cap to ${to}`;
+  if (cap === early) return `${move(cap, late)} at second ${then}`;
+  return `${move(cap, early)}${late === early ? "" : `, then set it to ${late} at second ${then}`}`;
 }
