@@ -2,87 +2,101 @@
 
 import * as address from "./address.js";
 import { post } from "./api.js";
-import { el, fill } from "./dom.js";
+import { el } from "./dom.js";
 import { compact, counted, percent, score as shownScore } from "./format.js";
 import { hints, titleOf } from "./knobs.js";
 import { FOLLOWED } from "./players.js";
-import { first, inRuns, rows } from "./runs.js";
+import { inRuns, rowAt, rows } from "./runs.js";
 import { LATE, LEAST, overloads } from "./score.js";
 import { bare } from "./strip.js";
 
-export const GAIN = 0.02; // in score: advice that gains less is not given
-const SCALING_GAIN = 0.001; // the same for hints in tasks that scale, of which many add up
+export const GAIN = 0.02; // in score: advice after a race that gains less is not given
+const HINT_GAIN = 0.005; // the same for hints
+const SCALING_GAIN = 0.001; // and in tasks that scale, where many add up
 const TOLD = 0.005; // in score: the cost of an overload
 const NOTICE_S = 15; // before a surge, hints prepare for it
 const RELIEVED_S = 3; // after an overload, its warning goes
 const HINTS = 20; // times in a race that the server is asked which slider to move
 const REACTION_S = 1; // a visitor takes so long to move a slider, at the chosen speed: a hint gains after it too
 const HINTED = 5; // times the clock at most meanwhile, so that there is time to read a hint
+const STILL_MS = 300; // sliders that rest so long are played to the end
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
 
 export class Coach {
-  /** `race` is read whenever something is said; `skip` plays the rest at once. */
-  constructor(race, skip) {
+  /** `race` is read whenever something is said. */
+  constructor(race) {
     this.race = race;
     this.state = el("p", { class: "state" });
     this.advice = el("p", { class: "advice" });
-    this.skipLink = el("button", { type: "button", class: "link", text: "Skip to the end", on: { click: skip } });
     this.node = el("div", { class: "coach" }, this.state, this.advice);
-    this.taught = false; // whether the visitor has moved a slider, or was shown how
+    this.taught = new Set(); // ids of the tasks in which the visitor has moved a slider, or was shown how
     this.begin();
   }
 
   /** A race begins. */
   begin() {
-    this.hinted = this.later = null;
-    this.lost = this.settled = this.lesson = false;
-    this.said = null;
+    this.hinted = null;
+    this.lost = this.lesson = false;
+    this.compares = false; // whether the best policy's sliders are shown: once there was no hint, until the race is over
+    this.ends = this.gained = this.asked = undefined; // the score if the sliders stay as they are, what their last move added to it, and where they are
   }
 
   /** The visitor has moved a slider. */
   moved() {
-    this.taught = true;
-    this.settled = false;
+    this.taught.add(this.race.task.id);
     if (!this.follows()) this.hinted = null; // a hint that was followed to its end goes
+    clearTimeout(this.resting);
+    if (!this.race.task.max_replicas) this.resting = setTimeout(() => this.seek(), STILL_MS);
   }
 
   /** Say in a line what happens now, and in another which slider to move. */
   tell() {
-    const { mine, task, target, knobs, length } = this.race, played = mine.reward.length;
+    const { mine, task, target, knobs, length, best } = this.race, played = mine.reward.length, tip = this.hinted;
     const overload = overloads(mine, task, length).at(-1), on = played - overload?.to < RELIEVED_S;
-    const tip = this.hinted ?? (on && !this.lost && this.relief());
     knobs.point(tip?.name);
+    knobs.mark(this.compares && played < length ? this.planned() : null, best);
     const late = percent(mine.observation.slo_violation_rate.at(-1));
-    if (this.lesson && (tip || this.seeking)) this.say(`Paused: the surge is here, ${late} late.`, true, tip ? `${tip.text} Then press Resume.` : "Looking for the slider that helps most …");
+    if (this.lesson && (tip || this.seeking)) this.say(task.max_replicas ? "Paused: the load rises." : `Paused: the surge is here, ${late} late.`, true, tip ? `${tip.text} Then press Resume.` : "Looking for the slider that helps most …");
     else if (this.lesson) this.say("Now press Resume.", true, `Watch your score leave that of ${target.called}.`);
     else {
       const cost = overload?.cost >= TOLD ? `, score −${overload.cost.toFixed(2)}` : "";
       const { left, next } = this.surge(), now = left ? `Surge, ${left} s left` : on ? `Overloaded, ${overload.to - overload.from} s` : "";
       const coming = next ? `Surge in ${next} s: ${surgeOf(task)}` : task.floods ? "The last surge is over" : `${late} late now`;
-      this.say(on ? `${now}: ${late} late${cost}` : now || coming, left || on || next <= NOTICE_S, ...this.advise(tip, on));
+      this.say(on ? `${now}: ${late} late${cost}` : now || coming, left || on || next <= NOTICE_S, this.advise(on));
     }
   }
 
-  /** The advice, and whether the rest may be skipped. */
-  advise(tip, overloaded) {
+  advise(overloaded) {
     const { replicas, replicas_ready: ready } = this.race.mine.fleet, loading = replicas.at(-1) - ready.at(-1);
-    if (overloaded && this.lost) return ["From here even the best policy ends at 0: press Start over."];
-    if (tip) return [tip.text];
-    if (loading > 0) return [`Wait: ${counted(loading, "replica")} loading.`];
-    if (!this.settled) return [""];
-    if (this.race.task.max_replicas) return ["Leave your sliders: no single move helps now."];
-    const { later } = this;
-    return [`No one slider gains much now: left as they are, you end at ${shownScore(this.ends)}.${later ? ` Next time, from the start: ${later.text} (${shownScore(later.score)}).` : ""} `, true];
+    if (overloaded && this.lost) return "From here even the best policy ends at 0: press Start over.";
+    if (this.hinted) return this.hinted.text;
+    if (loading > 0) return `Wait: ${counted(loading, "replica")} loading.`;
+    return this.compares ? this.compared() : "";
   }
 
-  /** Write both lines where they have changed: a link that is written anew under the pointer takes no click. */
-  say(state, alarm, advice, skippable = false) {
-    const said = JSON.stringify([state, alarm, advice, skippable]);
-    if (said === this.said) return;
-    this.said = said;
+  /** What the best policy does when there is no hint: where its sliders are decided by the load; else what the visitor's own moves gain. */
+  compared() {
+    const { best: { label, episode }, mine, knobs, task, tiers } = this.race, at = mine.reward.length, action = knobs.action();
+    const by = episode.score_so_far[at - 1] - mine.score_so_far[at - 1], ahead = `it is ${shownScore(Math.abs(by))} ${by < 0 ? "behind" : "ahead"} of you`;
+    if (!task.max_replicas) return `${Math.abs(this.gained) >= LEAST ? `Your last move: ${signed(this.gained)} by the end.` : "No hint now."} Pause and try sliders: the line below says where you end. The marks are ${label}: ${ahead}.`;
+    const others = hints(action, knobs.reach(this.planned()), task).map(({ name, value }) => `${titleOf(name)} at ${bare(name, value, tiers)} (you: ${bare(name, action[name], tiers)})`);
+    return `${label} in ${this.reaction} s: ${others.join(", ") || "the same settings as you"}; ${ahead}.`;
+  }
+
+  /** Where the best policy has its sliders in the seconds that a visitor takes to move one. */
+  planned() {
+    const { best: { episode }, mine, length } = this.race;
+    return rowAt(episode.action, Math.min(mine.reward.length + this.reaction, length - 1));
+  }
+
+  get reaction() {
+    return Math.round(REACTION_S * Math.min(this.race.speed, FOLLOWED));
+  }
+
+  say(state, alarm, advice) {
     this.state.textContent = state;
     this.state.classList.toggle("soon", Boolean(alarm));
-    if (this.advice.firstChild?.textContent !== advice) fill(this.advice, advice, skippable && advice ? this.skipLink : null);
+    this.advice.textContent = advice;
   }
 
   /** Seconds that an announced surge still lasts, as `left`, or until the `next` one comes; neither if there is none. */
@@ -91,15 +105,6 @@ export class Coach {
     if (!known) return {};
     const since = played - known.first_at_s, into = since % known.every_s, next = since < 0 ? -since : known.every_s - into;
     return since >= 0 && into < known.lasts_s ? { left: known.lasts_s - into } : { next: played + next < length ? next : undefined };
-  }
-
-  /** The move that relieves an overload of a fleet that scales, unless replicas are loading or there are no more. */
-  relief() {
-    const { task, knobs, mine, best, complete } = this.race, action = knobs.action(), { replicas, replicas_ready: ready } = mine.fleet;
-    if (!task.max_replicas || action.replicas > ready.at(-1) || replicas.at(-1) > ready.at(-1)) return undefined;
-    const planned = complete ? best.episode.action.replicas[mine.reward.length] ?? 0 : 0;
-    const [move] = hints(action, { ...action, replicas: Math.min(task.max_replicas, Math.max(action.replicas + 1, planned)) }, task);
-    return move && { ...move, text: this.withValue(move) };
   }
 
   /** A move in words, with the value to reach. */
@@ -118,9 +123,10 @@ export class Coach {
   watch(overloaded) {
     const { task, first: easiest, mine, speed, length } = this.race, played = mine.reward.length;
     if (speed > FOLLOWED) return false;
-    // The first surge stops a visitor who has moved no slider, in the task that is open first, where one slider wins.
-    this.lesson = !this.taught && task === easiest && played > task.floods?.first_at_s && mine.observation.slo_violation_rate.at(-1) > LATE;
-    if (this.lesson) this.taught = true;
+    // A visitor who has moved no slider is stopped where one helps: by the first surge in the task that is open first, and before the load needs more replicas.
+    const surge = task === easiest && played > task.floods?.first_at_s && mine.observation.slo_violation_rate.at(-1) > LATE;
+    this.lesson = !this.taught.has(task.id) && (surge || (this.hinted?.name === "replicas" && this.hinted.value > this.hinted.from.replicas));
+    if (this.lesson) this.taught.add(task.id);
     else if (!this.seeking && (overloaded || played % Math.round(length / HINTS) === 1)) this.seek();
     return this.lesson;
   }
@@ -130,28 +136,28 @@ export class Coach {
     return speed <= FOLLOWED && this.race.mine.reward.length < this.hinted?.freshUntil ? Math.min(HINTED, speed) : speed;
   }
 
-  /** Ask the server for a hint: the move to make now, or what would have helped from the start. */
+  /** Ask the server for the move to make now, and where the sliders end as they are. */
   async seek() {
     const { mine, generation, knobs, speed, length } = this.race, action = knobs.action(), asked = JSON.stringify(action);
     const played = rows(mine.action), held = Math.min(Math.round(REACTION_S * speed), length - played.length - 1);
-    const unlessLost = (answer) => answer.catch(() => undefined); // what cannot be checked is not advised
+    if (!played.length || held < 0 || speed > FOLLOWED) return;
     this.seeking = true;
-    const found = await unlessLost(this.bestNow(action, played, held));
-    const later = found !== null || this.race.task.max_replicas ? null : this.settled ? this.later : await unlessLost(this.fromStart(this.ends));
+    const found = await this.bestNow(action, played, held).catch(() => undefined); // what cannot be checked is not advised
     this.seeking = false;
-    if (generation !== this.race.generation || mine !== this.race.mine || asked !== JSON.stringify(knobs.action())) return;
-    this.settled = found === null;
-    this.later = later;
-    const text = found && `${this.withValue(found)}${found.worth ?? ""}`;
-    const again = this.hinted?.name === found?.name && this.hinted?.value === found?.value;
-    this.hinted = found && { ...found, text, from: action, freshUntil: again ? this.hinted.freshUntil : played.length + held };
+    if (!found || generation !== this.race.generation || mine !== this.race.mine || asked !== JSON.stringify(knobs.action())) return;
+    const { move, ends, lost } = found, text = move && `${this.withValue(move)}${move.worth ?? ""}`;
+    if (asked !== this.asked) this.gained = ends - this.ends;
+    Object.assign(this, { asked, ends, lost, compares: this.compares || !move });
+    const again = this.hinted?.name === move?.name && this.hinted?.value === move?.value;
+    this.hinted = move && { ...move, text, from: action, freshUntil: again ? this.hinted.freshUntil : played.length + held };
+    this.race.tellScores();
+    this.race.tellSliders();
   }
 
   /**
-   * The move that gains most by the end of the episode, at once and up to `held` seconds later; null if none does. All move towards one
-   * constant setting, so that no hint takes back another, and say what they are `worth`. Tasks that scale have no such setting: there
-   * a move is compared with none until the next hint can be followed, and both go on as the best policy, so that replicas which are
-   * removed for a lull come back.
+   * The `move` that gains most by the end of the episode, at once and up to `held` seconds later, with what it is `worth`, or null; the
+   * score at which the visitor `ends` without a move; and whether all is `lost`. In tasks that scale, a move is compared with none until
+   * the next hint can be followed, and both go on as the best policy, so that replicas which are removed for a lull come back.
    */
   async bestNow(action, before, held) {
     const { task, best, length, complete } = this.race;
@@ -161,13 +167,12 @@ export class Coach {
     const starts = [0, Math.round(held / 2), held];
     const run = (setting, from) => plan.map((planned, i) => (i >= until ? planned : i < from ? action : setting));
     const [none, ...courses] = await this.coursesOf([run(stay, 0), ...starts.flatMap((from) => moved.map((setting) => run(setting, from)))], before);
-    const least = none.at(-1), scores = courses.map((course) => course.at(-1));
-    this.ends = least;
-    this.lost = scales && Math.max(least, ...scores) < LEAST;
-    const worse = moves.map((_, i) => Math.min(...starts.map((_, late) => scores[late * moves.length + i]))), move = bestMove(moves, worse, least, scales ? SCALING_GAIN : GAIN);
-    if (!move || scales) return move ?? null;
-    const dips = courses[moves.indexOf(move.move)].findLastIndex((score, i) => score < none[i] - LEAST) >= before.length;
-    return { ...move, worth: ` +${(move.score - least).toFixed(2)} by the end${dips ? ", after a dip" : ""}.` };
+    const ends = none.at(-1), scores = courses.map((course) => course.at(-1)), lost = scales && Math.max(ends, ...scores) < LEAST;
+    const worse = moves.map((_, i) => Math.min(...starts.map((_, late) => scores[late * moves.length + i])));
+    const move = bestMove(moves, worse, ends, scales ? SCALING_GAIN : HINT_GAIN) ?? null;
+    if (!move || scales) return { move, ends, lost };
+    const pays = 2 + courses[moves.indexOf(move.move)].findLastIndex((score, i) => score < none[i] - LEAST);
+    return { move: { ...move, worth: ` ${signed(move.score - ends)} by the end${pays > before.length + 1 ? `: it pays from second ${pays} on` : ""}.` }, ends, lost };
   }
 
   /** The setting that scores most if it is kept from the first second on: the sliders' own, or one slider from it; undefined if it gains little on `score`. */
@@ -195,19 +200,21 @@ export class Coach {
     return courses;
   }
 
-  /** Moves of one slider: towards the best constant setting and what is `planned`, and in tasks that scale to a few replicas more or fewer. */
+  /** Moves of one slider: towards the best constant setting and what is `planned`, to the positions beside, and in tasks that scale to a few replicas more or fewer. */
   moves(action, planned = action) {
     const { complete, setting, task, knobs } = this.race;
     if (!complete) return [];
-    const towards = setting ? first(setting) : action, { max_replicas: most } = task;
-    const counts = most ? [-2, -1, 1, 2].map((more) => action.replicas + more).filter((count) => count >= 1 && count <= most) : [];
-    const all = [knobs.reach(towards), knobs.reach(planned), ...counts.map((replicas) => ({ ...action, replicas }))].flatMap((goal) => hints(action, goal, task));
+    const towards = setting ? rowAt(setting, 0) : action, { max_replicas: most } = task;
+    const beside = most ? [-2, -1, 1, 2].map((more) => ({ ...action, replicas: action.replicas + more })).filter(({ replicas }) => replicas >= 1 && replicas <= most) : knobs.beside();
+    const all = [knobs.reach(towards), knobs.reach(planned), ...beside].flatMap((goal) => hints(action, goal, task));
     return [...new Map(all.map((move) => [`${move.name} ${move.value}`, move])).values()];
   }
 }
 
 /** A surge's load as a multiple of the usual one, such as "10 times the load". */
 export const surgeOf = ({ floods, arrival_rate_rps: usual }) => `${compact(floods.arrival_rate_rps / usual, 2)} times the load`;
+
+const signed = (gain) => `${gain < 0 ? "−" : "+"}${shownScore(Math.abs(gain))}`;
 
 /** Settings in which one move each was made, after the one without any. */
 const trials = (action, moves) => [action, ...moves.map(({ name, value }) => ({ ...action, [name]: value }))];

@@ -92,12 +92,12 @@ export class Knobs {
       const list = positions(name, properties[name]), fallback = properties[name].default ?? list[0];
       const slider = el("input", { type: "range", id: `knob-${name}`, min: "0", max: String(list.length - 1), step: "1", "aria-describedby": `hint-${name}` });
       const output = el("output", { for: slider.id });
-      const knob = { list, slider, output, fallback };
+      const mark = el("span", { role: "img", hidden: true }), knob = { list, slider, output, fallback, mark };
       slider.addEventListener("input", () => this.put(name, knob.list[slider.valueAsNumber]));
       this.knobs[name] = knob;
       knob.box = el("div", { class: "knob" },
         el("div", { class: "knob-head" }, el("label", { for: slider.id, text: title }), output),
-        slider, el("small", { id: `hint-${name}`, text: hint }));
+        el("div", { class: "track" }, slider, mark), el("small", { id: `hint-${name}`, text: hint }));
       this.node.append(knob.box);
       this.put(name, knob.fallback);
     }
@@ -107,6 +107,17 @@ export class Knobs {
   /** Frame the knob that a hint names, and no other. */
   point(name) {
     for (const [each, { box }] of Object.entries(this.knobs)) box.classList.toggle("hinted", each === name);
+  }
+
+  /** Mark where a player has the sliders; without an `action`, mark nothing. */
+  mark(action, { label, colour } = {}) {
+    for (const [name, { list, slider, mark }] of Object.entries(this.knobs)) {
+      mark.hidden = !action || slider.disabled || !(name in action);
+      if (mark.hidden) continue;
+      mark.className = `mark ink-${colour}`;
+      mark.style.setProperty("--at", nearest(list, action[name]) / (list.length - 1));
+      mark.title = mark.ariaLabel = `${label}: ${bare(name, action[name], this.tiers)}`;
+    }
   }
 
   put(name, value) {
@@ -121,6 +132,11 @@ export class Knobs {
   /** An action with each value where its slider can come nearest to it. */
   reach(action) {
     return Object.fromEntries(Object.entries(action).map(([name, value]) => [name, this.knobs[name].list[nearest(this.knobs[name].list, value)]]));
+  }
+
+  /** Actions with one slider at the next position, up or down. */
+  beside() {
+    return Object.entries(this.knobs).flatMap(([name, { list, value }]) => [-1, 1].map((step) => list[nearest(list, value) + step]).filter((next) => next !== undefined).map((next) => ({ ...this.action(), [name]: next })));
   }
 
   /** The action as POST /step accepts it; replicas only where the task scales. */

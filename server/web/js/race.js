@@ -12,7 +12,7 @@ import { Knobs, knobsOf, titleOf } from "./knobs.js";
 import { keep, takeKept } from "./kept.js";
 import { FOLLOWED, SHARED, SKIPPING, SPEEDS, YOU, player, presetSpeed } from "./players.js";
 import { showResult } from "./result.js";
-import { append, columnsOf, first, newRun, oldRun, rows } from "./runs.js";
+import { append, columnsOf, newRun, oldRun, rowAt, rows } from "./runs.js";
 import { LATE, LEAST, duelRow, explained, rewarded } from "./score.js";
 import { MAX_SEED, isSeed, seedOf, today } from "./seeds.js";
 
@@ -44,7 +44,7 @@ class Race {
       this.coach.moved();
       this.tellSliders();
     });
-    this.coach = new Coach(this, () => this.skip());
+    this.coach = new Coach(this);
     this.buildControls();
     this.buildDuel();
     this.board = new Board(this);
@@ -165,6 +165,7 @@ class Race {
     this.lanesOf = knobsOf(task);
     if (!this.defaults) this.knobs.offer(task, this.tiers); // another episode of a task keeps the visitor's sliders
     this.mine = newRun();
+    this.coach.begin();
     this.tellCourse();
     this.defaultsButton.disabled = !this.defaults;
     this.updateButtons();
@@ -198,7 +199,7 @@ class Race {
         const vllm = base.key === "vllm_defaults", { action } = shared ? {} : base === goal ? episode : await brief(base);
         if (generation !== this.generation) return;
         this.defaults = shared ? { action: shared[0], text: "where your challenger started" }
-          : { action: first(action), text: vllm ? "at vLLM's defaults" : `where ${base.called} starts${this.asksFor(action)}`, vllm };
+          : { action: rowAt(action, 0), text: vllm ? "at vLLM's defaults" : `where ${base.called} starts${this.asksFor(action)}`, vllm };
         this.defaultsButton.textContent = this.defaults.text.replace(/^at |, .*$/g, "").replace("where", "Where");
         this.defaultsButton.disabled = false;
         this.useDefaults();
@@ -295,7 +296,8 @@ class Race {
   /** Say where the sliders are, and what follows from it. */
   tellSliders() {
     if (!this.defaults) return; // the task is still on its way
-    this.sliders.textContent = this.unmoved ? this.defaults.text : "as you left them";
+    if (this.coach.compares) fill(this.sliders, el("span", { class: `mark ink-${this.best.colour}` }), `${this.best.label} in ${this.coach.reaction} s`);
+    else this.sliders.textContent = this.unmoved ? this.defaults.text : "as you left them";
     if (this.phase === "idle" && this.rows) this.tellScores();
     if (this.phase !== "over") this.tellCourse();
   }
@@ -393,7 +395,10 @@ class Race {
     this.parts.textContent = parts ? `${slow}So far: ` + Object.entries(parts).map(([name, value]) => `${words(name)} ${shownScore(value)}${trend(name)}`).join(" · ") : this.scale;
     const [you, other] = scores, by = Math.abs(you - other);
     if (Number.isNaN(by)) this.lead.textContent = this.advised ? `Hint: ${this.advised.text}, from the start.` : this.task.max_replicas ? "Start, then move Replicas before the load changes." : `Start, then move sliders to ${"slo" in this.counted ? "answer in time" : "score more"}.`;
-    else this.lead.textContent = by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > other ? "ahead" : "behind"}.`;
+    else {
+      const { ends } = this.coach, forecast = ends === undefined || this.task.max_replicas ? "" : ` Left like this, you end at ${shownScore(ends)}.`;
+      this.lead.textContent = `${by < 0.0005 ? "Level" : `${shownScore(by)} ${you > other ? "ahead" : "behind"}`}.${forecast}`;
+    }
   }
 
   /** Before the race what it is about, then what happens and which slider to move. */
@@ -405,6 +410,7 @@ class Race {
     else {
       this.about.textContent = this.rows ? this.introduction() : "";
       this.knobs.point(this.advised?.name);
+      this.knobs.mark();
     }
   }
 
@@ -477,7 +483,6 @@ class Race {
       const begun = await post("reset", { task_id: this.task.id, seed: this.seed });
       if (generation !== this.generation) return;
       this.mine = newRun(begun);
-      this.coach.begin();
       this.draw();
       announce(`The race has started. ${this.goal.textContent}.`);
       await this.run(generation);
@@ -589,14 +594,14 @@ class Race {
   /** Keep the run for a reload. */
   keep() {
     const { task, seed, aim, shared, phase, coach: { taught }, mine } = this;
-    keep(KEPT, this.at, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed: this.speedSelect.value, taught, action: this.knobs.action(), mine } : null);
+    keep(KEPT, this.at, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed: this.speedSelect.value, taught: [...taught], action: this.knobs.action(), mine } : null);
   }
 
   /** Take up the run that was kept. */
   takeUp({ mine, action, speed, phase, taught }) {
     this.mine = oldRun(mine);
     this.knobs.set(action);
-    this.coach.taught = taught;
+    this.coach.taught = new Set(taught);
     this.tellSliders();
     this.setSpeed(speed);
     this.phase = "paused";

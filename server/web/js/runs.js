@@ -33,8 +33,8 @@ export function inRuns(seconds, most) {
   return found;
 }
 
-/** The first row of columns by name. */
-export const first = (table) => Object.fromEntries(Object.entries(table).map(([name, column]) => [name, column[0]]));
+/** Row `i` of columns by name. */
+export const rowAt = (table, i) => Object.fromEntries(Object.entries(table).map(([name, column]) => [name, column[i]]));
 
 /** An array of objects as columns by name. */
 export const columnsOf = (table) => Object.fromEntries(Object.keys(table[0]).map((name) => [name, table.map((row) => row[name])]));

@@ -77,7 +77,7 @@ export class Strip {
 }
 
 /** A knob's value after its slider's name: "512" for Batch size. */
-export const bare = (name, value, tiers) => shown(name, value, tiers).replace(/^(KV|batch|speculate) | replicas?$/, "");
+export const bare = (name, value, tiers) => shown(name, value, tiers).replace(/^(KV|batch|speculate) | speculation$| replicas?$/, "").replace(/^no$/, "none").replace(/^separate prefill$/, "separate GPUs");
 
 /** A knob's value in words; `tiers` are the names of the precisions. */
 export function shown(name, value, tiers) {
