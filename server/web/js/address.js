@@ -22,12 +22,15 @@ export function link(tab, { beat, ...params } = {}) {
 
 const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier", "replicas"];
 
+const LETTERS = "abcdef"; // of no dash to five
+
 /** An action as the numbers of a batch. */
 export const numbers = (action) => NAMES.filter((name) => name in action).map((name) => Number(action[name]));
 
 /**
  * Encode actions as a short text: only the seconds with a change, as `second.kv-spec-batch-disagg-tier`, and `-replicas` where the
- * task scales. A value that stays is left out, and so are dashes at the end: `0.913-0-256-0-0_7.--512_17.----1`.
+ * task scales. A value that stays is left out, and so are dashes at the end: `0.913-0-256-0-0_7.--512_17.----1`. A letter replaces
+ * the dot and the dashes after it: `0a913-0-256-0-0_7c512_17e1`; older links have none.
  */
 export function packActions(actions) {
   const parts = [];
@@ -38,14 +41,14 @@ export function packActions(actions) {
     if (text) parts.push(`${step}.${text}`);
     last = values;
   });
-  return parts.join("_");
+  return parts.join("_").replace(/\.(-*)/g, (_, dashes) => LETTERS[dashes.length]);
 }
 
 /** Decode a text of `packActions` as actions up to the last change, which stays; null if the text is malformed. */
 export function unpackActions(text) {
   const actions = [];
   let last = [];
-  for (const part of text.replace(/^\d+_/, "").split("_")) { // older links begin with the number of seconds
+  for (const part of text.replace(/[a-f]/g, (letter) => `.${"-".repeat(LETTERS.indexOf(letter))}`).replace(/^\d+_/, "").split("_")) { // older links begin with the number of seconds
     const [, step, change] = part.match(/^(\d{1,4})\.([-\d]*)$/) ?? [], given = change?.split("-") ?? [];
     last = Array.from({ length: Math.max(last.length, given.length) }, (_, i) => (given[i] ? Number(given[i]) : last[i]));
     const [kv, spec, , disagg, tier] = last;

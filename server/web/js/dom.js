@@ -108,9 +108,10 @@ export async function copy(text, button) {
   setTimeout(() => { button.textContent = said; }, 5000);
 }
 
-/** A button that copies a message to a friend, and the place where the message is shown. */
+/** A button that copies a message to a friend, and the place where the message is shown, with squares that need no font of emoji. */
 export function challenge(message) {
-  const button = el("button", { type: "button", text: "Challenge a friend" }), copied = el("small", { class: "copied", hidden: true, text: message });
+  const button = el("button", { type: "button", text: "Challenge a friend" }), parts = message.split(/(🟩|🟥)/u), square = (text) => el("i", { class: `square ${text === "🟩" ? "good" : "bad"}` });
+  const copied = el("small", { class: "copied", hidden: true }, ...parts.map((text) => (/🟩|🟥/u.test(text) ? square(text) : text)));
   button.addEventListener("click", () => {
     copied.hidden = false;
     copy(message, button);

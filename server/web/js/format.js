@@ -17,10 +17,10 @@ export const sum = (values) => values.reduce((total, value) => total + value, 0)
 
 export const mean = (values) => (values.length ? sum(values) / values.length : 0);
 
-/** How a run went, in ten squares: green where at most a tenth of the `missed` is 1, red where half of it is. */
+/** How a run went, in ten squares: red where more than a fifth of the `missed` is 1. */
 export function squares(missed) {
   const step = missed.length / 10;
-  return Array.from({ length: 10 }, (_, i) => mean(missed.slice(Math.round(i * step), Math.round((i + 1) * step)))).map((share) => (share <= 0.1 ? "🟩" : share < 0.5 ? "🟨" : "🟥")).join("");
+  return Array.from({ length: 10 }, (_, i) => mean(missed.slice(Math.round(i * step), Math.round((i + 1) * step)))).map((share) => (share <= 0.2 ? "🟩" : "🟥")).join("");
 }
 
 /** How often a value differs from the one before it. */

@@ -196,10 +196,9 @@ class Race {
       this.phases = episode.phase;
       this.target = shared ? { ...SHARED, episode: { ...newRun(), score: this.claimed } } : { ...goal, episode };
       if (!this.defaults) {
-        const vllm = base.key === "vllm_defaults", { action } = shared ? {} : base === goal ? episode : await brief(base);
+        const vllm = base.key === "vllm_defaults", { action } = base === goal ? episode : await brief(base);
         if (generation !== this.generation) return;
-        this.defaults = shared ? { action: shared[0], text: "where your challenger started" }
-          : { action: rowAt(action, 0), text: vllm ? "at vLLM's defaults" : `where ${base.called} starts${this.asksFor(action)}`, vllm };
+        this.defaults = { action: rowAt(action, 0), text: vllm ? "at vLLM's defaults" : `where ${base.called} starts${this.asksFor(action)}`, vllm };
         this.defaultsButton.textContent = this.defaults.text.replace(/^at |, .*$/g, "").replace("where", "Where");
         this.defaultsButton.disabled = false;
         this.useDefaults();
@@ -218,13 +217,17 @@ class Race {
       if (generation !== this.generation) return;
       const rivals = everyone.map((rival, i) => ({ ...rival, episode: episodes[i] }));
       this.arrivals = episodes[0].arrivals;
+      this.idle = rivals.find(({ episode: played }) => this.stays(played))?.episode.score ?? 0; // the score of moving nothing, where it is known
       const scores = ({ episode: { score } }) => score >= LEAST;
       const rest = rivals.filter((rival) => !scores(rival));
       this.rivals = [...(shared ? [this.target] : []), ...rivals.filter(scores)];
       this.best = rivals.reduce((a, b) => (a.episode.score >= b.episode.score ? a : b));
       this.setting = rivals.find(({ key }) => key === "best_static")?.episode.action;
       this.isConstant = !task.static && this.lanesOf.every((name) => new Set(this.best.episode.action[name]).size === 1);
-      this.scale += ` Built-in policies, programs that move the sliders, play too. The best here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.${this.best.episode.score > episode.score + GAIN ? "" : " There is little to win: other tasks have more."}`;
+      this.scale += ` Built-in policies, programs that move the sliders, play too. The best here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.`;
+      const elsewhere = this.best.episode.score > episode.score + GAIN ? null : this.elsewhere();
+      if (elsewhere) this.scale += " There is little to win here.";
+      if (this.phase === "idle") fill(this.onward, elsewhere);
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.board.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
       this.built = generation;
@@ -280,7 +283,12 @@ class Race {
     this.draw();
   }
 
-  /** Put the sliders where they were on the first visit of the task, or where the challenger started. */
+  /** Whether a run leaves the sliders where they are on the first visit of the task. */
+  stays({ action }) {
+    return Object.entries(this.defaults.action).every(([name, start]) => action[name].every((value) => Number(value) === Number(start)));
+  }
+
+  /** Put the sliders where they were on the first visit of the task. */
   useDefaults() {
     this.knobs.hold(this.defaults.action);
     this.knobs.set(this.defaults.action);
@@ -311,7 +319,7 @@ class Race {
   showTarget() {
     const { label, called, episode, colour } = this.target;
     this.nameTarget();
-    this.isUntouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
+    this.isUntouched = !this.shared && this.stays(episode);
     this.rows = [YOU, { label, colour }].map(duelRow);
     fill(this.versus, ...this.rows.flatMap(({ nodes }) => nodes));
     this.scoreChart?.destroy();
@@ -344,11 +352,11 @@ class Race {
     return [whose, kind, comes, this.complete && this.isConstant && this.constantly()].filter(Boolean).join(" ");
   }
 
-  /** What the run of a link did, and how the friend starts: level, but without the challenger's later moves. */
+  /** What the run of a link did, and how the friend starts: without any of the challenger's moves. */
   challenge(unmoved) {
-    const moves = Object.values(columnsOf(this.shared)).map(changes).filter(Boolean), times = sum(moves);
-    const moved = times ? `moved ${counted(moves.length, "slider")} ${times === 1 ? "once" : `${times} times`}` : "moved no slider during the race";
-    return `Your challenger ${moved}${times ? " (shown after your race)" : ""}.${unmoved ? " You start where they started." : ""}`;
+    const moves = Object.values(columnsOf([...address.unpackActions(address.packActions([this.defaults.action])), ...this.shared])).map(changes).filter(Boolean), times = sum(moves);
+    const moved = times ? `moved ${counted(moves.length, "slider")} ${times === 1 ? "once" : `${times} times`} (shown after your race)` : "moved no slider";
+    return `Your challenger ${moved}.${unmoved ? ` You start ${this.defaults.text}.` : ""}`;
   }
 
   /** The lanes of a strip: sliders and their titles. */
@@ -440,6 +448,7 @@ class Race {
 
   press() {
     this.coach.lesson = false;
+    if (this.phase === "idle") fill(this.onward);
     if (this.phase === "running") this.phase = "paused";
     else if (this.phase === "over") this.choose(this.shared).then(() => this.press());
     else if (this.phase === "paused" && this.looping === this.generation) this.phase = "running"; // its last second is still being played
@@ -625,6 +634,15 @@ class Race {
     announce(`Your score is ${shownScore(grade.score)}. ${showResult(this, grade, params)}`);
     this.updateButtons();
     this.duel.scrollIntoView({ block: "nearest" });
+  }
+
+  /** A button to the task that offers the most knobs, or from there to the first one that scales; null where there is no other. */
+  elsewhere(rank = "") {
+    const task = this.task === this.first ? this.tasks.find(({ max_replicas: most }) => most) : this.first;
+    return task && task !== this.task ? el("button", { type: "button", class: rank, text: `Race ${task.name}`, on: { click: () => {
+      this.taskSelect.value = String(task.id);
+      this.choose();
+    } } }) : null;
   }
 
   /** Prepare a race against another policy on the same traffic. */

@@ -17,13 +17,13 @@ export function showResult(race, grade, link) {
   const { score, won, level, verdict } = verdictOn(grade.score, race.target.episode.score, race.target.called);
   const places = [{ ...YOU, ...grade }, ...race.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
   const advice = el("p", { text: SEEKING });
-  advise(race, grade, advice).catch(() => fill(advice)); // what cannot be checked is not advised
   race.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : level ? "level" : ""}`;
   fill(race.result, el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })), el("p", { text: `${standing(grade, places)} ${why(race, grade)}` }), advice);
   const next = places.findLast((rival) => Number(shownScore(rival.score)) > Number(score) && rival.key !== SHARED.key);
-  const onward = (won || (level && !race.isUntouched)) && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.label}, ${shownScore(next.score)}`, on: { click: () => race.raceAgainst(next.key) } }) : null;
-  const [share, copied] = sharing(race, score, link);
-  fill(race.onward, share, onward, copied);
+  const onward = !next ? race.elsewhere("main") : won || (level && !race.isUntouched) ? el("button", { type: "button", class: "main", text: `Next: beat ${next.label}, ${shownScore(next.score)}`, on: { click: () => race.raceAgainst(next.key) } }) : null;
+  advise(race, grade, advice, onward ? "link" : "main").catch(() => fill(advice)); // what cannot be checked is not advised
+  const dared = !race.stays(race.mine) && Number(score) > Number(shownScore(race.idle)); // a friend who moves nothing may not be level
+  fill(race.onward, onward, ...(dared ? sharing(race, score, link) : []));
   const log = JSON.stringify({ task_id: race.task.id, seed: race.seed, episode_log: logOf(race.mine) });
   fill(race.places, scoreBoard(places), el("div", { class: "buttons" },
     el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${race.task.id}-seed-${race.seed}.json`, log) } }),
@@ -39,38 +39,39 @@ function standing(grade, places) {
   return `Place ${place} of ${places.length}${behind}${grade.score < LEAST && grade.breakdown.slo < 0 ? ": late requests cost more than everything else earned, as the table below shows" : ""}.`;
 }
 
-/** Why the score is not higher, in a sentence: that nobody has to adapt, the worst overload, and by when the best policy had replicas for it, or on what else most was lost. */
+/** Why the score is not higher, in a sentence: that nobody has to adapt, the worst overload, or on what else most was lost. */
 function why(race, grade) {
   if (race.isConstant && grade.score <= race.best.episode.score) return race.constantly();
   const { mine, best, task, length } = race, lost = grade.score < best.episode.score && mostLost({ ...mine, ...grade }, best.episode, task);
   const [worst] = overloads(mine, task, length).filter(({ from, to }) => to - from >= WORTH_TELLING_S).sort((a, b) => b.cost - a.cost || b.to - b.from - (a.to - a.from));
-  if (worst && (!lost || lost.part === "slo" || worst.cost >= lost.by)) return `From second ${worst.from + 1} to ${worst.to}, ${percent(worst.late)} of the requests were late${worst.cost >= LEAST ? ` (cost: ${worst.cost.toFixed(2)})` : ""}${sooner(race, worst)}.`;
+  if (worst && (!lost || lost.part === "slo" || worst.cost >= lost.by)) return `From second ${worst.from + 1} to ${worst.to}, ${percent(worst.late)} of the requests were late${worst.cost >= LEAST ? ` (cost: ${worst.cost.toFixed(2)})` : ""}.`;
   return lost ? `${lost.text} of ${best.called}.` : "";
 }
 
-/** By when the best policy had more replicas for an overload than the visitor, in words; "" if it had no more. */
-function sooner({ task, best, mine }, { from, to }) {
-  if (!task.max_replicas) return "";
-  const { called, episode: { action: { replicas } } } = best, most = Math.max(...replicas.slice(from, to));
-  let second = replicas.indexOf(most, from);
-  while (replicas[second - 1] >= most) second--;
-  const had = Math.min(...mine.action.replicas.slice(second, Math.max(second, from) + 1));
-  return had < most ? `: ${called} asked for ${most} replicas by second ${second + 1}, you for ${had}` : "";
+/** What to do before the first overload: by when the best policy had asked for more replicas than the visitor; "" if it had not. */
+function sooner({ task, best: { called, episode: { action: { replicas } } }, mine, length }) {
+  const [overload] = task.max_replicas ? overloads(mine, task, length) : [], count = replicas?.[overload?.from];
+  if (!(count > mine.action.replicas[overload?.from])) return "";
+  let second = overload.from;
+  while (replicas[second - 1] >= count) second--;
+  return `Do first: ask for ${count} replicas by second ${second + 1}, as ${called} did; you had ${mine.action.replicas[second]}. `;
 }
 
-/** What to do in the next race: the setting that gains most from the first second on, with a button that plays it; else what the best policy does. */
-async function advise(race, { score }, box) {
-  const { best: { called, episode }, lanesOf } = race, found = await race.coach.fromStart(score), settings = (name) => new Set(episode.action[name]).size;
+/** What to do in the next race: the setting that gains most from the first second on, with a button of this `rank` that plays it; else what the best policy does. */
+async function advise(race, { score }, box, rank) {
+  const { best: { called, episode }, lanesOf, board } = race, found = await race.coach.fromStart(score), settings = (name) => new Set(episode.action[name]).size;
   if (!box.isConnected) return; // another race has begun
   race.advised = found;
   fill(box);
   if (found) {
     fill(box, el("strong", { text: "Next time, from the start: " }), `${found.text}${found.name ? ", the others as now" : ""} (score ${shownScore(found.score)}). `,
-      el("button", { type: "button", text: "Try this", on: { click: () => race.tryAgain(found.setting) } }));
+      el("button", { type: "button", class: rank, text: "Try this", on: { click: () => race.tryAgain(found.setting) } }));
     return;
   }
   const moved = lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
-  if (!race.isConstant && episode.score > score + GAIN && settings(moved) > 1) fill(box, `To score more, move ${titleOf(moved)} during the race as ${called} does (${shownScore(episode.score)}): see Decisions below.`);
+  if (race.isConstant || episode.score <= score + GAIN || settings(moved) === 1) return;
+  fill(box, sooner(race) || `To score more, move ${titleOf(moved)} during the race as ${called} does (${shownScore(episode.score)}). `,
+    el("button", { type: "button", class: "link", text: "See its decisions", on: { click: () => board.decisions.scrollIntoView() } }));
 }
 
 /** The button that copies the message to a friend, and the message. */
