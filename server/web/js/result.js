@@ -64,7 +64,7 @@ async function advise(race, { score }, box, rank) {
   race.advised = found;
   fill(box);
   if (found) {
-    fill(box, el("strong", { text: "Next time, from the start: " }), `${found.text}${found.name ? ", the others as now" : ""} (score ${shownScore(found.score)}). `,
+    fill(box, sooner(race), el("strong", { text: "Next time, from the start: " }), `${found.text}${found.name ? ", the others as now" : ""} (score ${shownScore(found.score)}). `,
       el("button", { type: "button", class: rank, text: "Try this", on: { click: () => race.tryAgain(found.setting) } }));
     return;
   }
