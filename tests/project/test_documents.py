@@ -123,7 +123,7 @@ def test_the_first_episode_prints_the_line_that_the_readme_shows(tmp_path: Path)
 
 
 def test_the_quickstart_is_five_lines_and_ends_with_a_verified_score(server: RunningServer, tmp_path: Path) -> None:
-    (block,) = (each for each in every("bash", "docs/first-steps.md") if "curl" in each.text)
+    (block,) = (each for each in every("bash", "README.md") if "curl" in each.text)
     assert len(block.text.strip().splitlines()) == 5
     said = shell(block.text.replace("http://localhost:7860", server.url), tmp_path)
     graded = json.loads(said[said.rindex('{"score"') :])
@@ -133,7 +133,7 @@ def test_the_quickstart_is_five_lines_and_ends_with_a_verified_score(server: Run
 
 
 def test_the_quickstart_plays_on_a_server_with_a_key_and_prints_what_is_missing_without_it(tmp_path: Path) -> None:
-    (block,) = (each for each in every("bash", "docs/first-steps.md") if "curl" in each.text)
+    (block,) = (each for each in every("bash", "README.md") if "curl" in each.text)
     with running_server(tmp_path, api_key="correct horse", store_url="memory://") as server:
         # An interactive shell goes on after a command that failed.
         script = "set +e\n" + block.text.replace("http://localhost:7860", server.url)
