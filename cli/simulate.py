@@ -261,6 +261,7 @@ def _server(args: argparse.Namespace, log: RequestLog | None, tables: ServingTab
     from inferencegym.models import ServeAction
     from ops.played import PlayedLoad
     from simulator.hardware.catalogue import precision_named
+    from simulator.load.requests import MAX_REQUESTS
     from simulator.whatif import steady_requests
 
     for warning in tables.meta.get("warnings", ()):
@@ -281,7 +282,8 @@ def _server(args: argparse.Namespace, log: RequestLog | None, tables: ServingTab
             return log if qps is None else log.faster(qps / rate)
         n_requests, rate_rps = args.requests, args.qps if qps is None else qps
         if n_requests is None and args.burst_s is None:
-            n_requests = max(LEAST_DRAWN, math.ceil(DRAWN_S * rate_rps), math.ceil(STEADY * (args.closed or 0)))
+            drawn = min(MAX_REQUESTS + 1, DRAWN_S * rate_rps)  # of a rate that is no number too, which is refused below
+            n_requests = math.ceil(max(LEAST_DRAWN, drawn, STEADY * (args.closed or 0)))
         return steady_requests(
             rate_rps,
             n_requests,
