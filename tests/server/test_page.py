@@ -1312,7 +1312,7 @@ def test_a_plan_is_read_on_a_phone_and_stays_when_the_next_one_is_cancelled(visi
 
 def test_a_plan_offers_the_cheapest_fleet_and_a_certain_one_and_settings_follow_the_choice(visit: Visit) -> None:
     page = visit().open("plan")
-    rows = "".join(f"{0.1 * i:.1f},{150 + i},{60}\n" for i in range(200))
+    rows = "".join(f"{0.1 * i:.1f},{150 + i},{60}\n" for i in range(300))
     page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n" + rows)
     page.get_by_label("TTFT p99 (ms)").fill("300")
     page.get_by_label("Precisions").select_option("16 bit only")
