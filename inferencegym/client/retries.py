@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import httpx
 
-from inferencegym.errors import RemoteError, ServerUnavailableError
+from inferencegym.errors import InvalidConfigError, RemoteError, ServerUnavailableError
 
 RETRY_S: Final = 60.0
 """Seconds of further attempts after the first failure: longer than a restart of the server takes."""
@@ -35,7 +35,7 @@ class Attempts:
     def __init__(self, url: object, retry_s: float) -> None:
         self.failed = 0
         self.retry_s = retry_s
-        self._url, self._first = url, 0.0
+        self.url, self._first = url, 0.0
 
     def pause_s(self, failure: object, asked_s: float | None = None) -> float | None:
         """Seconds until the next attempt after a failure; None when the time is up.
@@ -50,7 +50,7 @@ class Attempts:
         if left_s <= 0:
             return None
         if self.failed == 3:
-            log.warning("%s cannot answer now (%s); trying again for %.0f s", self._url, failure, left_s)
+            log.warning("%s cannot answer now (%s); trying again for %.0f s", self.url, failure, left_s)
         # Jitter, so that clients that failed at the same time do not retry at the same time.
         grown_s = min(FIRST_PAUSE_S * 2.0 ** min(self.failed - 1, 10), LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
         return min(grown_s if asked_s is None else asked_s, left_s)
@@ -58,7 +58,7 @@ class Attempts:
     def given_up(self, failure: object, advice: str) -> ServerUnavailableError:
         """The error for a server that is still not there when the time is up."""
         return ServerUnavailableError(
-            f"{self._url} gave no answer in {self.failed} attempts over {self.retry_s:g} s, the last failed with "
+            f"{self.url} gave no answer in {self.failed} attempts over {self.retry_s:g} s, the last failed with "
             f"{failure}: does the server run, and is this its address? {advice}".rstrip()
         )
 
@@ -101,6 +101,9 @@ class Retries:
 
     def _pause_s(self, attempts: Attempts, outcome: httpx.Response | httpx.TransportError) -> float | None:
         """Seconds until the next attempt; None if the outcome is final."""
+        if isinstance(outcome, httpx.UnsupportedProtocol):
+            allowed = "it must begin with http:// or https://, as in http://localhost:7860"
+            raise InvalidConfigError(f"base_url={attempts.url} is not allowed: {allowed}") from outcome
         self._reached |= not isinstance(outcome, (httpx.ConnectError, httpx.ConnectTimeout))
         if self.retry_s is None:
             attempts.retry_s = RETRY_S if self._reached else START_S

@@ -966,6 +966,10 @@ def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningS
     with pytest.raises(ServerUnavailableError, match=said):
         nobody.reset(seed=1)
     nobody.close()
+    without_scheme = ig.HTTPGymEnv("localhost:7860", 1)
+    with pytest.raises(InvalidConfigError, match=r"must begin with http:// or https://"):
+        without_scheme.reset(seed=1)
+    without_scheme.close()
 
 
 def test_a_first_version_is_made_of_its_spec_without_a_warning_that_it_is_out_of_date() -> None:
