@@ -62,13 +62,13 @@ export class Coach {
       const cost = overload?.cost >= TOLD ? `, score −${overload.cost.toFixed(2)}` : "";
       const { left, next } = this.surge(), now = left ? `Surge, ${left} s left` : on ? `Overloaded, ${overload.to - overload.from} s` : "";
       const coming = next ? `Surge in ${next} s: ${surgeOf(task)}` : task.floods ? "The last surge is over" : `${late} late now`;
-      this.say(on ? `${now}: ${late} late${cost}` : now || coming, left || on || next <= NOTICE_S, this.advise(on));
+      this.say(on ? `${now}: ${late} late${cost}` : now || coming, left || on || next <= NOTICE_S, this.advise());
     }
   }
 
-  advise(overloaded) {
+  advise() {
     const { replicas, replicas_ready: ready } = this.race.mine.fleet, loading = replicas.at(-1) - ready.at(-1);
-    if (overloaded && this.lost) return "From here even the best policy ends at 0: press Start over.";
+    if (this.lost) return "From here even the best policy ends at 0: press Start over.";
     if (this.hinted) return this.hinted.text;
     if (loading > 0) return `Wait: ${counted(loading, "replica")} loading.`;
     return this.compares ? this.compared() : "";
@@ -77,10 +77,10 @@ export class Coach {
   /** What the best policy does when there is no hint: where its sliders are decided by the load; else what the visitor's own moves gain. */
   compared() {
     const { best: { label, episode }, mine, knobs, task, tiers } = this.race, at = mine.reward.length, action = knobs.action();
-    const by = episode.score_so_far[at - 1] - mine.score_so_far[at - 1], ahead = `it is ${shownScore(Math.abs(by))} ${by < 0 ? "behind" : "ahead"} of you`;
-    if (!task.max_replicas) return `${Math.abs(this.gained) >= LEAST ? `Your last move: ${signed(this.gained)} by the end.` : "No hint now."} Pause and try sliders: the line below says where you end. The marks are ${label}: ${ahead}.`;
+    const by = episode.score_so_far[at - 1] - mine.score_so_far[at - 1], ahead = Math.abs(by) < LEAST ? "level with you" : `${shownScore(Math.abs(by))} ${by < 0 ? "behind" : "ahead of"} you`;
+    if (!task.max_replicas) return `${Math.abs(this.gained) >= LEAST ? `Your last move: ${signed(this.gained)} by the end.` : "No hint now."} Pause and try sliders: the line below says where you end. The marks on the sliders show ${label}, ${ahead}.`;
     const others = hints(action, knobs.reach(this.planned()), task).map(({ name, value }) => `${titleOf(name)} at ${bare(name, value, tiers)} (you: ${bare(name, action[name], tiers)})`);
-    return `${label} in ${this.reaction} s: ${others.join(", ") || "the same settings as you"}; ${ahead}.`;
+    return `${label} in ${this.reaction} s: ${others.join(", ") || "the same settings as you"}. It is ${ahead}.`;
   }
 
   /** Where the best policy has its sliders in the seconds that a visitor takes to move one. */

@@ -42,10 +42,10 @@ function standing(grade, places) {
 /** Why the score is not higher, in a sentence: that nobody has to adapt, the worst overload, or on what else most was lost. */
 function why(race, grade) {
   if (race.isConstant && grade.score <= race.best.episode.score) return race.constantly();
-  const { mine, best, task, length } = race, lost = grade.score < best.episode.score && mostLost({ ...mine, ...grade }, best.episode, task);
+  const { mine, best, task, length } = race, lost = grade.score < best.episode.score && mostLost({ ...mine, ...grade }, best, task);
   const [worst] = overloads(mine, task, length).filter(({ from, to }) => to - from >= WORTH_TELLING_S).sort((a, b) => b.cost - a.cost || b.to - b.from - (a.to - a.from));
-  if (worst && (!lost || lost.part === "slo" || worst.cost >= lost.by)) return `From second ${worst.from + 1} to ${worst.to}, ${percent(worst.late)} of the requests were late${worst.cost >= LEAST ? ` (cost: ${worst.cost.toFixed(2)})` : ""}.`;
-  return lost ? `${lost.text} of ${best.called}.` : "";
+  if (worst && (!lost || lost.part === "slo" || worst.cost >= lost.by)) return `From second ${worst.from + 1} to ${worst.to}, ${percent(worst.late)} of the requests were late${worst.cost >= LEAST ? ` (score −${worst.cost.toFixed(2)})` : ""}.`;
+  return lost ? lost.text : "";
 }
 
 /** What to do before the first overload: by when the best policy had asked for more replicas than the visitor; "" if it had not. */

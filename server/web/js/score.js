@@ -50,11 +50,11 @@ function weightsOf(breakdown, { weights }) {
 }
 
 /** The part on which a run lost most to a better one, as `part`, `by` how much and, in words, `text`; undefined if it lost on none. */
-export function mostLost(mine, theirs, task) {
+export function mostLost(mine, { called, episode: theirs }, task) {
   const weights = weightsOf(mine.breakdown, task.grade), by = (part) => weights[part] * (theirs.breakdown[part] - mine.breakdown[part]);
   const part = Object.keys(weights).reduce((a, b) => (by(a) >= by(b) ? a : b));
   if (by(part) < LOSS) return undefined;
-  return { part, by: by(part), text: `Most was lost on ${LOST[part]} (${by(part).toFixed(2)}): ${SEEN[part](mine, task)}, against ${SEEN[part](theirs, task)}` };
+  return { part, by: by(part), text: `Most was lost on ${LOST[part]} (${by(part).toFixed(2)}): ${SEEN[part](mine, task)}; ${called}: ${SEEN[part](theirs, task)}.` };
 }
 
 /**
