@@ -116,12 +116,12 @@ def _nearest(page: Page, knob: str, value: float) -> str:
 def _value(text: str) -> float:
     """Value of a knob from the text of its slider."""
     named = {
-        "no speculation": 0.0,
+        "none": 0.0,
         "FP16": 0.0,
         "INT8": 1.0,
         "INT4": 2.0,
         "shared GPUs": 0.0,
-        "separate prefill": 1.0,
+        "separate GPUs": 1.0,
     }
     if text in named:
         return named[text]
