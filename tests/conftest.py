@@ -61,9 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SkippedTests())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A real server with default settings on a free port; tests must not depend on each other's sessions."""
+    """A real server with default settings on a free port, for each module: open batch sessions count for 10 minutes."""
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
