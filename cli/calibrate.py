@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         type=Path,
         metavar="FOLDER",
-        help="folder for the policies found, for the policies best_static:FOLDER, best_adaptive:FOLDER and "
-        "random_search:FOLDER (default: the one that these agents read; for your own task, next to the task file)",
+        help="folder for the policies found, which best_static:FOLDER, best_adaptive:FOLDER and random_search:FOLDER "
+        "read (default: the one that they read without :FOLDER; for your own task, next to the task file)",
     )
     parser.add_argument("--json", action="store_true", help="print the entries as JSON")
 

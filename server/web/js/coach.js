@@ -99,7 +99,7 @@ export class Coach {
     this.advice.textContent = advice;
   }
 
-  /** Seconds that an announced surge still lasts, as `left`, or until the `next` one comes; neither if there is none. */
+  /** For how many seconds an announced surge still lasts (`left`), or in how many the next one comes (`next`); empty if none is announced. */
   surge() {
     const { mine, task: { floods: known }, length } = this.race, played = mine.reward.length;
     if (!known) return {};

@@ -177,7 +177,7 @@ class PlanTab {
 
 const same = (one, other) => ["hardware", "n_gpus", "precision"].every((name) => one[name] === other[name]);
 
-/** The cheapest fleet that should do, and the cheapest that is 90% certain to, unless it is the same or there is none. */
+/** The cheapest likely fleet, then the cheapest one that is 90% certain, if that is another. */
 function choicesOf({ plans: [likely], certain: [sure] }) {
   if (!likely) return [];
   return sure && !same(likely, sure) ? [likely, sure] : [likely];

@@ -47,7 +47,7 @@ export class LogBox extends DropBox {
     super.put(text, name);
   }
 
-  /** Throws an error in the words of the form if there is no log, or a column is not chosen. */
+  /** Throws an error that names the field, if the log is missing or a column is not chosen. */
   requireLog() {
     const [, label, missing] = this.chosen.find(([, , { value }]) => !value) ?? [];
     if (missing) throw { field: missing, message: `${label}: no column is chosen`, next: "choose one" };
@@ -71,7 +71,7 @@ export class LogBox extends DropBox {
 
   /** Offer to leave out the `bad` rows that cannot be read. */
   chooseRows(bad) {
-    Object.assign(this, { bad });
+    this.bad = bad;
     this.skip.checked = false;
     fill(this.repair, el("label", { class: "chip plain" }, this.skip, bad > 1 ? `Leave out the ${bad} rows that cannot be read` : "Leave out the row that cannot be read"));
   }
