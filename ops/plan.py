@@ -307,10 +307,8 @@ def make_plan(
         alone = side_by_side(lambda card: card.alone(log), searches)
         _check_possible(objectives, [*chain(*alone)])
         for card, plans in zip(searches, alone, strict=True):
-            card.too_slow, card.never_certain = (
-                bool(_missed(objectives, plans)),
-                bool(_missed(objectives, plans, "p90")),
-            )
+            card.too_slow = bool(_missed(objectives, plans))
+            card.never_certain = bool(_missed(objectives, plans, "p90"))
     side_by_side(search, searches)
     found = sorted((c for c in searches if c.best is not None), key=lambda card: card.price(card.best))
     side_by_side(_Card.search_certain, found)
